@@ -1,7 +1,8 @@
 // Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
 // their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate), with h in place of dh.
 // src/ops/glu holds the definition. One thread processes 16 bytes of h if F is a multiple of the
-// values in 16 bytes, else one value.
+// values in 16 bytes, else one value. The activations without a gate, h = act(x) and dx = dh *
+// act'(x) with h in place of dh, are defined in src/ops/activation.
 #include "compat.cuh"
 
 namespace {
@@ -25,6 +26,22 @@ struct GeluTanh {
         float t = tanhf(root * (x + cubic * x * x * x));
         float inner = root * (1.0f + 3.0f * cubic * x * x);
         return Activated{0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner};
+    }
+};
+
+// The square of ReLU; NaN stays NaN.
+struct Relu2 {
+    DEVICE static inline Activated at(float x) {
+        float positive = x < 0.0f ? 0.0f : x;
+        return Activated{positive * positive, 2.0f * positive};
+    }
+};
+
+// GELU by the error function: x erfc(-x / sqrt(2)) / 2.
+struct Gelu {
+    DEVICE static inline Activated at(float x) {
+        float below = 0.5f * erfcf(-x * 0.70710678f);
+        return Activated{x * below, below + x * 0.3989423f * expf(-0.5f * x * x)};
     }
 };
 
@@ -75,6 +92,43 @@ DEVICE inline void backward(In<T> gate_up, InOut<T> dh, Out<T> d, uint32_t rows,
     });
 }
 
+template <class A, class T> DEVICE inline void activate(In<T> x, Out<T> h, uint32_t rows, uint32_t width) {
+    bool aligned = x.is_aligned(16) && h.is_aligned(16);
+    for_each_run<T>(width, int64_t(rows) * width, aligned, [&](int64_t row, int64_t column, int count) {
+        float v[PER16<T>];
+        load_some<T>(v, x, row * width + column, count);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) v[i] = A::at(v[i]).value;
+        store_some<T>(h, row * width + column, v, count);
+    });
+}
+
+template <class A, class T>
+DEVICE inline void activate_backward(In<T> x, InOut<T> dh, Out<T> dx, uint32_t rows, uint32_t width) {
+    bool aligned = x.is_aligned(16) && dh.is_aligned(16) && dx.is_aligned(16);
+    for_each_run<T>(width, int64_t(rows) * width, aligned, [&](int64_t row, int64_t column, int count) {
+        float v[PER16<T>], g[PER16<T>];
+        load_some<T>(v, x, row * width + column, count);
+        load_some<T>(g, dh, row * width + column, count);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) {
+            Activated act = A::at(v[i]);
+            v[i] = g[i] * act.slope;
+            g[i] = act.value;
+        }
+        store_some<T>(dx, row * width + column, v, count);
+        store_some<T>(dh, row * width + column, g, count);
+    });
+}
+
+// Calls `f` with the activation of this number: 0 relu^2, 1 gelu, 2 gelu by tanh.
+template <class F> DEVICE inline void of_activation(uint32_t activation, F f) {
+    if (activation == 0)
+        f(Relu2{});
+    else if (activation == 1)
+        f(Gelu{});
+    else
+        f(GeluTanh{});
+}
+
 } // namespace
 
 // h: [rows, half] = silu(gate) * up of gate_up: [rows, 2 half].
@@ -97,3 +151,20 @@ KERNEL glu_silu_backward_f32(BACKWARD_F32) { backward<Silu>(gate_up, dh, d, rows
 KERNEL glu_gelu_backward_bf16(BACKWARD_BF16) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
 // Like glu_gelu_backward_bf16, in f32.
 KERNEL glu_gelu_backward_f32(BACKWARD_F32) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
+
+// h: [rows, width] = the activation of this number of x.
+KERNEL activate_bf16(In<bf16> x, Out<bf16> h, uint32_t rows, uint32_t width, uint32_t activation) {
+    of_activation(activation, [&](auto a) { activate<decltype(a)>(x, h, rows, width); });
+}
+// Like activate_bf16, in f32.
+KERNEL activate_f32(In<float> x, Out<float> h, uint32_t rows, uint32_t width, uint32_t activation) {
+    of_activation(activation, [&](auto a) { activate<decltype(a)>(x, h, rows, width); });
+}
+// dx: [rows, width], the gradient of x from dh, which becomes h.
+KERNEL activate_backward_bf16(In<bf16> x, InOut<bf16> dh, Out<bf16> dx, uint32_t rows, uint32_t width, uint32_t activation) {
+    of_activation(activation, [&](auto a) { activate_backward<decltype(a)>(x, dh, dx, rows, width); });
+}
+// Like activate_backward_bf16, in f32.
+KERNEL activate_backward_f32(In<float> x, InOut<float> dh, Out<float> dx, uint32_t rows, uint32_t width, uint32_t activation) {
+    of_activation(activation, [&](auto a) { activate_backward<decltype(a)>(x, dh, dx, rows, width); });
+}

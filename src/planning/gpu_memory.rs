@@ -46,6 +46,9 @@ struct BlockShape {
     layers: Vec<LinearLayer>,
     experts: Option<Experts>,
     has_post_norms: bool,
+    is_parallel: bool,
+    /// Width of the first projections of the MLP together.
+    first_mlp_width: usize,
 }
 
 /// A linear layer of a block.
@@ -87,6 +90,8 @@ impl<'a> GpuStep<'a> {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
                 experts: config.blocks[block].channel_mixer.experts().copied(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
+                is_parallel: config.blocks[block].residual.is_parallel(),
+                first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
             }
         };
         let mut blocks = Vec::new();
@@ -143,20 +148,22 @@ impl BlockStep<'_> {
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
+        // The gradient through the channel mixer, which waits for attention's in a parallel plan.
+        let around = if self.shape.is_parallel { rows(d) } else { 0 };
         let of_attention = [
-            // Through attention's output projection; then attention's output and its inputs; then
-            // through q, k and v to their input, and through its norm.
-            rows(2 * d + q) + through(LinearGroup::O),
-            rows(2 * d + q + qk + qkv),
-            rows(3 * d + qkv) + through(LinearGroup::Qkv),
-            rows(5 * d) + self.until_norm(qkv),
+            // Beside `around`: through attention's output projection; then attention's output and
+            // its inputs; then through q, k and v to their input, and through its norm.
+            around + rows(2 * d + q) + through(LinearGroup::O),
+            around + rows(2 * d + q + qk + qkv),
+            around + rows(3 * d + qkv) + through(LinearGroup::Qkv),
+            around + rows(5 * d) + self.until_norm(qkv),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),
             rows(d + q) + self.product_forward(LinearGroup::O),
         ];
         let of_channels = match &self.shape.experts {
-            None => self.of_gated_mlp(config.intermediate_size),
+            None => self.of_mlp(config.intermediate_size),
             Some(experts) => self.of_experts(experts),
         };
         let stages = of_attention.into_iter().chain(of_channels);
@@ -171,17 +178,18 @@ impl BlockStep<'_> {
         if self.step.has_adapter { 0 } else { self.step.rows(width) }
     }
 
-    /// Returns the sums of tensors at the stages of a gated MLP of width `f`.
-    fn of_gated_mlp(&self, f: usize) -> Vec<u64> {
-        let (d, rows) = (self.step.config.hidden_size, |width| self.step.rows(width));
+    /// Returns the sums of tensors at the stages of an MLP of width `f`.
+    fn of_mlp(&self, f: usize) -> Vec<u64> {
+        let (d, first, rows) =
+            (self.step.config.hidden_size, self.shape.first_mlp_width, |width| self.step.rows(width));
         vec![
             // The gradient of the product of gate and up through the down projection.
             rows(f + d) + self.product_backward(LinearGroup::Down),
             // The product, in place of its gradient, and the gradients of gate and up.
-            rows(3 * f + d),
+            rows(f + first + d),
             // Through gate and up to their input, then through its norm, which is computed again.
-            rows(2 * f + 2 * d) + self.product_backward(LinearGroup::GateUp),
-            rows(4 * d) + self.until_norm(2 * f),
+            rows(first + 2 * d) + self.product_backward(LinearGroup::GateUp),
+            rows(4 * d) + self.until_norm(first),
             // Forward.
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),

@@ -223,7 +223,7 @@ impl MemoryPlan {
 /// the copies of their input and output.
 fn widest_channels(config: &ModelConfig) -> usize {
     let copies = |experts: &Experts| experts.router.chosen * 2 * config.hidden_size;
-    2 * config.active_width() + config.experts().map(copies).max().unwrap_or(0)
+    config.first_mlp_width() + config.experts().map(copies).max().unwrap_or(0)
 }
 
 /// Tensors that a micro-batch keeps for its backward or holds temporarily, independent of sharding.

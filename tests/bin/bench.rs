@@ -79,12 +79,16 @@ fn every_operation_is_measured() {
     rms_norm_backward (48x64, residual) bf16 gbps
     rms_norm_backward (48x64, residual, normed) bf16 gbps
     rms_norm_backward (48x64, residual, weight trained) bf16 gbps
+    layer_norm (48x64) bf16 gbps
+    layer_norm_backward (48x64, residual, trained) bf16 gbps
     rotary (48, 4+2 heads of 16) bf16 gbps
     rotary (48, 4+2 heads of 16, normed) bf16 gbps
     rotary_backward (48, 4+2 heads of 16) bf16 gbps
     rotary_backward (48, 4+2 heads of 16, normed) bf16 gbps
     glu (48x256, silu) bf16 gbps
     glu_backward (48x256, silu) bf16 gbps
+    activate (48x128, gelu) bf16 gbps
+    activate_backward (48x128, gelu) bf16 gbps
     dropout (48x64) bf16 gbps
     add (48x64) bf16 gbps
     scaled (48x64) bf16 gbps
@@ -135,7 +139,7 @@ fn what_cannot_be_measured() {
     exit 1
     error: cannot measure `softmax`
       caused by: no operation has that in its name
-      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, rotary, rotary_backward, glu, glu_backward, dropout, add, scaled, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
+      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, dropout, add, scaled, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
     hint: leave out `--only` to measure all
     ");
     assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"

@@ -279,7 +279,8 @@ impl SizingRequest<'_> {
         let (none, block) = (kept(Recompute::None)?, kept(Recompute::Block)?);
         let config = &self.inputs.base.config;
         let (d, f, heads) = (config.hidden_size, config.active_width(), config.heads);
-        let products = (d * heads.qkv_width() + heads.q_width() * d + 3 * d * f) as f64;
+        let first = config.first_mlp_width();
+        let products = (d * heads.qkv_width() + heads.q_width() * d + d * (first + f)) as f64;
         // The weights of `down_proj`, unless a norm reads its output.
         let unread =
             if config.blocks.iter().any(|block| block.residual.has_post_norms()) { 0 } else { d * f };
@@ -294,7 +295,7 @@ impl SizingRequest<'_> {
         Ok(vec![
             policy(Recompute::None.to_string(), none, 0.0, true),
             policy("attention".into(), attention, (d * heads.qkv_width()) as f64 / products, false),
-            policy("mlp".into(), without(&["gate and up"]), (2 * d * f) as f64 / products, false),
+            policy("mlp".into(), without(&["gate and up", "up"]), (d * first) as f64 / products, false),
             policy(Recompute::Block.to_string(), block, 1.0 - unread as f64 / products, true),
         ])
     }

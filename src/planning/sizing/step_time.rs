@@ -241,8 +241,9 @@ pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
 fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
     let Some(rate) = rates.elementwise else { return 0.0 };
     let (d, f, qkv) = (config.hidden_size, config.active_width(), config.heads.qkv_width());
-    // Two norms and a residual: 2 · (2 + 5) d; the rotation 4 qkv; the gate 3 + 6 f.
-    let values = 14 * d + 4 * qkv + 9 * f;
+    // Two norms and a residual: 2 · (2 + 5) d; the rotation 4 qkv; a gate 3 + 6 f, an activation
+    // without one 2 + 4 f.
+    let values = 14 * d + 4 * qkv + 3 * (f + config.first_mlp_width());
     (2 * values * config.num_layers()) as f64 / rate
 }
 

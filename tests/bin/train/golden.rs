@@ -80,7 +80,8 @@ fn lora_on_phi3_follows_peft() {
 }
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
-/// their positions, two sets of rotary divisors, rotated neighbours.
+/// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate,
+/// layer norms, mixers in parallel.
 #[test]
 fn families_follow_transformers_and_peft() {
     for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
@@ -90,6 +91,14 @@ fn families_follow_transformers_and_peft() {
     follows("lora_granite4");
     follows("full_granite4");
     follows("lora_ministral");
+    follows("lora_arcee");
+    follows("full_arcee");
+    follows("lora_starcoder2");
+    follows("full_starcoder2");
+    follows("full_nemotron");
+    follows("lora_stablelm");
+    follows("lora_cohere2");
+    follows("full_cohere2");
 }
 
 /// Experts that are chosen for each token; one layer of Qwen3's has none.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
+use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
@@ -16,6 +17,7 @@ use finetune::ops::experts::{
     scale_rows_backward,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
+use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
@@ -89,6 +91,15 @@ fn elementwise(dtype: DType, results: &mut Results) {
     results.insert("rms_norm_backward dx", bits(&dx));
     results.insert("rms_norm_backward dweight", bits(&dw));
 
+    let (b, dw) = (normal("b", 96).to_dtype(dtype).unwrap(), zeros(96));
+    let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+    let grads = LayerNormGradients { weight: Some(&dw), bias: None };
+    let dx = layer_norm_backward(&x, norm, &dy, Some(&x), grads, Some(&normed)).unwrap();
+    results.insert("layer_norm", bits(&layer_norm(&x, norm).unwrap()));
+    assert_eq!(bits(&normed), results["layer_norm"]);
+    results.insert("layer_norm_backward dx", bits(&dx));
+    results.insert("layer_norm_backward dweight", bits(&dw));
+
     let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 16 };
     let (qkv, d) = (cast("qkv", (200, 80), dtype), TensorMut::new(cast("dqkv", (200, 80), dtype)));
     let angles = normal("angles", (200, 8));
@@ -109,6 +120,15 @@ fn elementwise(dtype: DType, results: &mut Results) {
         let dh = TensorMut::new(cast("dh", (200, 48), dtype));
         results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));
         results.insert(names[0], bits(&glu(&x, activation).unwrap()));
+        assert_eq!(bits(&dh), results[names[0]]);
+    }
+    for (names, activation) in [
+        (["relu2", "relu2 backward"], PlainActivation::Relu2),
+        (["gelu", "gelu backward"], PlainActivation::Gelu),
+    ] {
+        let dh = TensorMut::new(cast("dh", (200, 96), dtype));
+        results.insert(names[1], bits(&activate_backward(&x, &dh, activation).unwrap()));
+        results.insert(names[0], bits(&activate(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
     let router = Router { chosen: 2, renormalize: false };

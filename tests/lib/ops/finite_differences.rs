@@ -2,6 +2,7 @@
 //! with them, and the ops' gradients with their central differences.
 
 use candle_core::{Device, Tensor};
+use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
@@ -12,6 +13,7 @@ use finetune::ops::experts::{
     scale_rows_backward,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
+use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
 use finetune::recipe::enums::Attention;
@@ -73,6 +75,33 @@ fn of_rms_norm() {
     }
 }
 
+fn layer_norm_f64(x: &[f64], w: &[f64], b: &[f64], kind: NormKind) -> Vec<f64> {
+    let rows = x.chunks(w.len()).flat_map(|row| {
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        let centered: Vec<f64> = row.iter().map(|x| x - mean).collect();
+        // The RMS norm of centered values.
+        norm_f64(&centered, w, kind).into_iter().zip(b).map(|(y, b)| y + b).collect::<Vec<_>>()
+    });
+    rows.collect()
+}
+
+#[test]
+fn of_layer_norm() {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-2, unit_offset };
+        let (x, w, b, dy) = (normal("x", (4, 19)), normal("w", 19), normal("b", 19), normal("dy", (4, 19)));
+        let (x64, w64, b64, dy64) = (values(&x), values(&w), values(&b), values(&dy));
+        let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+        close("y", &layer_norm(&x, norm).unwrap(), &layer_norm_f64(&x64, &w64, &b64, kind));
+        let (dw, db) = (zeros(19), zeros(19));
+        let grads = LayerNormGradients { weight: Some(&dw), bias: Some(&db) };
+        let dx = layer_norm_backward(&x, norm, &dy, None, grads, None).unwrap();
+        close("dx", &dx, &differences(&x64, |x| dot(&layer_norm_f64(x, &w64, &b64, kind), &dy64)));
+        close("dw", &dw, &differences(&w64, |w| dot(&layer_norm_f64(&x64, w, &b64, kind), &dy64)));
+        close("db", &db, &differences(&b64, |b| dot(&layer_norm_f64(&x64, &w64, b, kind), &dy64)));
+    }
+}
+
 fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
     let act = |x: f64| match activation {
         Activation::Silu => x / (1.0 + (-x).exp()),
@@ -96,6 +125,41 @@ fn of_gated_products() {
         close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
         let want = differences(&x64, |x| dot(&gated_f64(x, 18, activation), &dh64));
         close("dgate_up", &glu_backward(&x, &TensorMut::new(dh), activation).unwrap(), &want);
+    }
+}
+
+/// Returns erf(x) by Simpson's rule on the integral of its definition.
+fn erf_f64(x: f64) -> f64 {
+    const STEPS: usize = 2000;
+    let step = x / STEPS as f64;
+    let density = |i: usize| (-(i as f64 * step).powi(2)).exp();
+    let weight = |i: usize| if i == 0 || i == STEPS { 1.0 } else { 2.0 + 2.0 * (i % 2) as f64 };
+    let sum: f64 = (0..=STEPS).map(|i| weight(i) * density(i)).sum();
+    sum * step / 3.0 * 2.0 / std::f64::consts::PI.sqrt()
+}
+
+fn activated_f64(x: &[f64], activation: PlainActivation) -> Vec<f64> {
+    let act = |x: f64| match activation {
+        PlainActivation::Relu2 => x.max(0.0).powi(2),
+        PlainActivation::Gelu => 0.5 * x * (1.0 + erf_f64(x / std::f64::consts::SQRT_2)),
+        PlainActivation::GeluTanh => gated_f64(&[x, 1.0], 1, Activation::GeluTanh)[0],
+    };
+    x.iter().map(|x| act(*x)).collect()
+}
+
+#[test]
+fn of_activations() {
+    for activation in [PlainActivation::Relu2, PlainActivation::Gelu, PlainActivation::GeluTanh] {
+        let (x, dh) = ((normal("x", (3, 18)) * 2.0).unwrap(), normal("dh", (3, 18)));
+        let (x64, dh64) = (values(&x), values(&dh));
+        close("h", &activate(&x, activation).unwrap(), &activated_f64(&x64, activation));
+        // Each result depends on one value.
+        let want: Vec<f64> = x64
+            .iter()
+            .zip(&dh64)
+            .map(|(x, dh)| differences(&[*x], |x| dh * activated_f64(x, activation)[0])[0])
+            .collect();
+        close("dx", &activate_backward(&x, &TensorMut::new(dh), activation).unwrap(), &want);
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedMlpWeights,
-    MixerNorms, SharedExpertWeights, TokenMixerWeights,
+    MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -14,7 +14,7 @@ use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
-use super::{Lora, ModelConfig, Param, WeightMatrix};
+use super::{Lora, ModelConfig, Norm, Param, WeightMatrix};
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
@@ -85,11 +85,17 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
     let tied = config.tie_word_embeddings && !from.has_own_head();
     let table = if tied { EMBED } else { HEAD };
     Ok(HeadWeights {
-        norm: from.param(&format!("{FINAL_NORM_MODULE}.weight"))?,
+        norm: norm(FINAL_NORM_MODULE, config.hidden_norm.has_bias(), from)?,
         lm_head: from.param(&format!("{table}.weight"))?,
         rows: from.rows(table)?,
         lora: from.lora(HEAD, 0)?,
     })
+}
+
+/// Returns the norm `name` of hidden states.
+fn norm(name: &str, has_bias: bool, from: &dyn ParamLookup) -> Result<Norm> {
+    let bias = has_bias.then(|| from.param(&format!("{name}.bias"))).transpose()?;
+    Ok(Norm { weight: from.param(&format!("{name}.weight"))?, bias })
 }
 
 /// Returns the weights of block `layer`.
@@ -117,15 +123,18 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         let merged = if names.len() > 1 { from.merged(&names)? } else { None };
         Ok(MergedLinear { layers, merged })
     };
-    let optional_norm = |part| -> Result<Option<Param>> {
+    let qk_norm = |part| -> Result<Option<Param>> {
         let name = layout.module(part).map(|module| format!("{}.weight", module.name_in(layer)));
         name.map(|name| from.param(&name)).transpose()
+    };
+    let hidden_norm = |part| -> Result<Option<Norm>> {
+        layout.module(part).map(|module| norm(&module.name_in(layer), module.bias, from)).transpose()
     };
     let token_mixer = match block.token_mixer {
         TokenMixer::Attention(mixer) => TokenMixerWeights::Attention(AttentionWeights {
             mixer,
             qkv: linears(LinearGroup::Qkv)?,
-            qk_norm: optional_norm(BlockPart::QNorm)?.zip(optional_norm(BlockPart::KNorm)?),
+            qk_norm: qk_norm(BlockPart::QNorm)?.zip(qk_norm(BlockPart::KNorm)?),
             o: linears(LinearGroup::O)?,
         }),
     };
@@ -133,6 +142,11 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
             mixer,
             gate_up: linears(LinearGroup::GateUp)?,
+            down: linears(LinearGroup::Down)?,
+        }),
+        ChannelMixer::PlainMlp(mixer) => ChannelMixerWeights::PlainMlp(PlainMlpWeights {
+            mixer,
+            up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
         }),
         ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(ExpertsWeights {
@@ -157,15 +171,17 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
     };
     let norms = |before, after| -> Result<MixerNorms> {
         Ok(MixerNorms {
-            before: optional_norm(before)?,
-            after: optional_norm(after)?,
+            before: hidden_norm(before)?,
+            after: hidden_norm(after)?,
             factor: block.residual_factor,
         })
     };
+    let one_norm = block.residual.is_parallel();
+    let channel_norm = if one_norm { BlockPart::AttnNorm } else { BlockPart::MlpNorm };
     Ok(BlockWeights {
         token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
         token_mixer,
-        channel_norms: norms(BlockPart::MlpNorm, BlockPart::MlpPostNorm)?,
+        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
         channel_mixer,
     })
 }

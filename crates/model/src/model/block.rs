@@ -5,6 +5,8 @@
 //! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
+//! In parallel residual plans both mixers read `x`: `y = h + channel_mixer(norm(x))`.
+//!
 //! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
 //! Granite has a factor on each mixer's output. Each mixer has a file below `block/`.
 //! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
@@ -12,34 +14,36 @@
 //! the gradients of parameters that multiply a norm's output come last (`PendingGradients`).
 
 mod attention;
+mod channel_mixer;
 mod experts;
 mod gated_mlp;
+mod plain_mlp;
 mod shared_expert;
 
 pub use attention::{AttentionWeights, BlockCache};
+pub use channel_mixer::ChannelMixerWeights;
 pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_mlp::GatedMlpWeights;
+pub use plain_mlp::PlainMlpWeights;
 pub use shared_expert::SharedExpertWeights;
 
 use candle_core::{DType, Tensor};
 
-use super::composition::{ChannelMixer, TokenMixer};
+use super::composition::TokenMixer;
 use super::layout::{BlockLayout, BlockModule};
-use super::linear::{MergedLinear, PendingGradients};
+use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::rotary_tables::PositionTable;
-use super::{ModelConfig, Param};
+use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::elementwise::{add, scaled};
-use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::{empty, has_kernels};
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use attention::AttentionSaved;
-use experts::{ExpertsSaved, PendingExperts};
-use gated_mlp::GatedMlpSaved;
+use channel_mixer::{ChannelMixerSaved, PendingMixer};
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -58,18 +62,18 @@ pub struct BlockWeights {
 #[derive(Debug, Clone)]
 pub struct MixerNorms {
     /// The norm of the mixer's input.
-    pub before: Option<Param>,
+    pub before: Option<Norm>,
     /// The norm on the mixer's output.
-    pub after: Option<Param>,
+    pub after: Option<Norm>,
     /// Factor on the output, after its norm.
     pub factor: f64,
 }
 
 impl MixerNorms {
     /// Returns the mixer's input from that of its half, `x: [N, D]`.
-    fn input(&self, x: &Tensor, norm: NormKind) -> Result<Tensor> {
+    fn input(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         match &self.before {
-            Some(before) => rms_norm(x, &before.value, norm),
+            Some(before) => before.forward(config, x),
             None => Ok(x.clone()),
         }
     }
@@ -80,15 +84,6 @@ impl MixerNorms {
 pub enum TokenMixerWeights {
     /// Softmax attention with rotary positions.
     Attention(AttentionWeights),
-}
-
-/// The parameters of a channel mixer.
-#[derive(Debug, Clone)]
-pub enum ChannelMixerWeights {
-    /// An MLP with an activated gate.
-    GatedMlp(GatedMlpWeights),
-    /// A mixture of experts.
-    Experts(ExpertsWeights),
 }
 
 impl BlockWeights {
@@ -115,80 +110,10 @@ impl BlockWeights {
         }
         let mut block = self.clone();
         let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
-        let of_channels = match &mut block.channel_mixer {
-            ChannelMixerWeights::GatedMlp(mlp) => {
-                let down = block.channel_norms.after.is_some().then_some(&mut mlp.down);
-                [&mut mlp.gate_up].into_iter().chain(down).collect()
-            }
-            ChannelMixerWeights::Experts(_) => Vec::new(),
-        };
+        let of_channels = block.channel_mixer.panels(block.channel_norms.after.is_some());
         let linears = attention.linears().into_iter().chain(of_channels);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
-    }
-}
-
-impl ChannelMixerWeights {
-    /// Returns the linear layers for changes to them.
-    fn linears(&mut self) -> Vec<&mut MergedLinear> {
-        match self {
-            ChannelMixerWeights::GatedMlp(mlp) => mlp.linears().into(),
-            ChannelMixerWeights::Experts(experts) => {
-                let of_experts = experts.experts.iter_mut();
-                let of_shared =
-                    experts.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
-                of_experts
-                    .flat_map(|ExpertWeights { gate_up, down }| [gate_up, down])
-                    .chain(of_shared)
-                    .collect()
-            }
-        }
-    }
-
-    /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
-    fn forward(
-        &self,
-        pass: LayerPass<'_>,
-        x: &Tensor,
-        residual: Option<&Tensor>,
-    ) -> Result<(Tensor, ChannelMixerSaved)> {
-        match self {
-            ChannelMixerWeights::GatedMlp(mlp) => {
-                let (out, saved) = mlp.forward(pass, x, residual)?;
-                Ok((out, ChannelMixerSaved::GatedMlp(saved)))
-            }
-            ChannelMixerWeights::Experts(experts) => {
-                let (out, saved) = experts.forward(pass, x, residual)?;
-                Ok((out, ChannelMixerSaved::Experts(saved)))
-            }
-        }
-    }
-
-    /// Works like [`ChannelMixerWeights::forward`] without its output.
-    fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ChannelMixerSaved> {
-        match self {
-            ChannelMixerWeights::GatedMlp(mlp) => mlp.recompute(pass, x).map(ChannelMixerSaved::GatedMlp),
-            ChannelMixerWeights::Experts(experts) => {
-                experts.recompute(pass, x).map(ChannelMixerSaved::Experts)
-            }
-        }
-    }
-
-    fn backward(
-        &self,
-        pass: LayerPass<'_>,
-        saved: &ChannelMixerSaved,
-        half: MixerBackward,
-    ) -> Result<MixerGradients<'_>> {
-        match (self, saved) {
-            (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
-                mlp.backward(pass, saved, half)
-            }
-            (ChannelMixerWeights::Experts(experts), ChannelMixerSaved::Experts(saved)) => {
-                experts.backward(pass, saved, half)
-            }
-            _ => Err(Error::internal("the saved tensors are of another channel mixer")),
-        }
     }
 }
 
@@ -252,6 +177,7 @@ pub struct BlockSaved {
     token_mixer: TokenMixerSaved,
     /// The token mixer's output before its post norm.
     token_out: Option<Tensor>,
+    /// The input of the channel mixer's half: `x` in a parallel plan.
     h: Tensor,
     channel_mixer: ChannelMixerSaved,
     /// The channel mixer's output before its post norm.
@@ -262,13 +188,6 @@ pub struct BlockSaved {
 #[derive(Debug, Clone)]
 enum TokenMixerSaved {
     Attention(AttentionSaved),
-}
-
-/// The tensors that a channel mixer's backward needs.
-#[derive(Debug, Clone)]
-enum ChannelMixerSaved {
-    GatedMlp(GatedMlpSaved),
-    Experts(ExpertsSaved),
 }
 
 /// Bytes that a block keeps from its forward for its backward.
@@ -298,10 +217,7 @@ impl BlockSaved {
 
     /// Returns the number of tokens that chose each expert of the block; `None` without experts.
     pub fn expert_loads(&self) -> Option<Vec<usize>> {
-        match &self.channel_mixer {
-            ChannelMixerSaved::GatedMlp(_) => None,
-            ChannelMixerSaved::Experts(saved) => Some(saved.loads()),
-        }
+        self.channel_mixer.loads()
     }
 
     /// Returns the same bytes by tensor, the block's input first.
@@ -333,11 +249,9 @@ impl BlockSaved {
         match &block.token_mixer {
             TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),
         }
-        parts.push(("the input of the MLP", hidden));
-        match &block.channel_mixer {
-            ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
-            ChannelMixer::Experts(mixer) => parts.extend(ExpertsSaved::parts(mixer, tokens, dtype)),
-        }
+        // In a parallel plan it is the block's input.
+        parts.push(("the input of the MLP", if block.residual.is_parallel() { 0 } else { hidden }));
+        parts.extend(ChannelMixerSaved::parts(config, &block.channel_mixer, tokens, dtype));
         // One output per mixer.
         let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
         parts.extend([("outputs before post norms", outputs), ("inner activations of adapters", lora)]);
@@ -349,11 +263,7 @@ impl BlockSaved {
     fn tensors(&self) -> Vec<&Tensor> {
         let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
         let TokenMixerSaved::Attention(attention) = token_mixer;
-        let of_channels = match channel_mixer {
-            ChannelMixerSaved::GatedMlp(mlp) => mlp.tensors(),
-            ChannelMixerSaved::Experts(experts) => experts.tensors(),
-        };
-        let mixers = attention.tensors().into_iter().chain(of_channels);
+        let mixers = attention.tensors().into_iter().chain(channel_mixer.tensors());
         [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
     }
 }
@@ -376,12 +286,13 @@ pub fn forward(
     let token = token_half(pass, w, x, cache)?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
-    let channel = around_mixer(&w.channel_norms, config.norm, &token.y, channel)?;
+    let h = channel_input(pass, x, &token.y);
+    let channel = around_mixer(&w.channel_norms, config, (h, &token.y), channel)?;
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
         token_out: token.out,
-        h: token.y,
+        h: h.clone(),
         channel_mixer: channel.saved,
         channel_out: channel.out,
     };
@@ -408,18 +319,24 @@ pub fn recompute(
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, None)?;
-    let normed = w.channel_norms.input(&token.y, config.norm)?;
+    let h = channel_input(pass, x, &token.y);
+    let normed = w.channel_norms.input(config, h)?;
     let channel_mixer = w.channel_mixer.recompute(pass, &normed)?;
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
         token_out: token.out,
-        h: token.y,
+        h: h.clone(),
         channel_mixer,
         channel_out: None,
     };
     release.begin();
     Ok(saved)
+}
+
+/// Returns the input of the channel mixer's half: the block's input or the token mixer's half.
+fn channel_input<'a>(pass: LayerPass<'_>, x: &'a Tensor, token_half: &'a Tensor) -> &'a Tensor {
+    if pass.config.blocks[pass.layer].residual.is_parallel() { x } else { token_half }
 }
 
 /// Computes the token mixer's half of a block.
@@ -429,7 +346,7 @@ fn token_half(
     x: &Tensor,
     cache: Option<&mut BlockCache>,
 ) -> Result<HalfOutput<TokenMixerSaved>> {
-    around_mixer(&w.token_norms, pass.config.norm, x, |normed, residual| match &w.token_mixer {
+    around_mixer(&w.token_norms, pass.config, (x, x), |normed, residual| match &w.token_mixer {
         TokenMixerWeights::Attention(attention) => {
             let (out, saved) = attention.forward(pass, normed, residual, cache)?;
             Ok((out, TokenMixerSaved::Attention(saved)))
@@ -445,28 +362,28 @@ struct HalfOutput<S> {
     saved: S,
 }
 
-/// Computes `x + factor · after?(mixer(before?(x)))`. A mixer that gets `x` as its residual adds it
-/// to its output itself.
+/// Computes `around + factor · after?(mixer(before?(x)))`. A mixer that gets a residual adds it to
+/// its output itself.
 fn around_mixer<S>(
     norms: &MixerNorms,
-    norm: NormKind,
-    x: &Tensor,
+    config: &ModelConfig,
+    (x, around): (&Tensor, &Tensor),
     mixer: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<(Tensor, S)>,
 ) -> Result<HalfOutput<S>> {
-    let normed = norms.input(x, norm)?;
+    let normed = norms.input(config, x)?;
     match &norms.after {
         None if norms.factor == 1.0 => {
-            let (y, saved) = mixer(&normed, Some(x))?;
+            let (y, saved) = mixer(&normed, Some(around))?;
             Ok(HalfOutput { y, out: None, saved })
         }
         None => {
             let (out, saved) = mixer(&normed, None)?;
-            Ok(HalfOutput { y: add(x, &scaled(&out, norms.factor)?)?, out: None, saved })
+            Ok(HalfOutput { y: add(around, &scaled(&out, norms.factor)?)?, out: None, saved })
         }
         Some(after) => {
             let (out, saved) = mixer(&normed, None)?;
-            let normed = rms_norm(&out, &after.value, norm)?;
-            Ok(HalfOutput { y: add(x, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
+            let normed = after.forward(config, &out)?;
+            Ok(HalfOutput { y: add(around, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
         }
     }
 }
@@ -489,7 +406,7 @@ pub fn backward(
     let pass = LayerPass { config, layer, context };
     let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
-    let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;
+    let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, dy), true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
     let token = |half: MixerBackward| match (&w.token_mixer, &saved.token_mixer) {
         (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
@@ -497,7 +414,9 @@ pub fn backward(
         }
     };
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
-    let dx = around_mixer_backward(&w.token_norms, config.norm, ends, &dh, need_dx, token)?;
+    // In a parallel plan the channel mixer does not read the token mixer's output.
+    let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
+    let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, &dh), need_dx, token)?;
     release.begin();
     Ok(dx)
 }
@@ -525,69 +444,31 @@ struct MixerGradients<'w> {
     pending: PendingMixer<'w>,
 }
 
-/// Gradients of a mixer's parameters that need its input.
-enum PendingMixer<'w> {
-    Linear(PendingGradients<'w>),
-    Experts(PendingExperts<'w>),
-}
-
-impl<'w> From<PendingGradients<'w>> for PendingMixer<'w> {
-    fn from(pending: PendingGradients<'w>) -> Self {
-        PendingMixer::Linear(pending)
-    }
-}
-
-impl<'w> From<PendingExperts<'w>> for PendingMixer<'w> {
-    fn from(pending: PendingExperts<'w>) -> Self {
-        PendingMixer::Experts(pending)
-    }
-}
-
-impl PendingMixer<'_> {
-    /// Returns whether a gradient needs the input.
-    fn reads_input(&self) -> bool {
-        match self {
-            PendingMixer::Linear(pending) => pending.reads_input(),
-            PendingMixer::Experts(pending) => pending.reads_input(),
-        }
-    }
-
-    /// Adds the gradients, given the mixer's input, `x: [N, D]`.
-    fn add(self, x: &Tensor) -> Result<()> {
-        match self {
-            PendingMixer::Linear(pending) => pending.add(x),
-            PendingMixer::Experts(pending) => pending.add(x),
-        }
-    }
-}
-
-/// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.
+/// Computes the backward of [`around_mixer`] from the gradient `dy` of its result: the gradient of
+/// `x` plus `around`, that of other uses of `x`; `None` if nothing needs it.
 fn around_mixer_backward<'w>(
     norms: &MixerNorms,
-    norm: NormKind,
+    config: &ModelConfig,
     HalfEnds { x, out }: HalfEnds<'_>,
-    dy: &Tensor,
+    (dy, around): (&Tensor, &Tensor),
     need_dx: bool,
     mixer: impl FnOnce(MixerBackward) -> Result<MixerGradients<'w>>,
 ) -> Result<Option<Tensor>> {
     let scaled_dy = scaled(dy, norms.factor)?;
     let dout = match (&norms.after, out) {
-        (Some(after), Some(out)) => {
-            rms_norm_backward(out, &after.value, &scaled_dy, None, after.grad.as_ref(), None, norm)?
-        }
+        (Some(after), Some(out)) => after.backward(config, out, &scaled_dy, None, None)?,
         _ => scaled_dy,
     };
-    let grad = norms.before.as_ref().and_then(|before| before.grad.as_ref());
-    let need_dx = need_dx || grad.is_some();
+    let need_dx = need_dx || norms.before.as_ref().is_some_and(Norm::trains);
     let MixerGradients { dinput, pending } = mixer(MixerBackward { dout, need_dx })?;
     let Some(dinput) = dinput else {
         if pending.reads_input() {
-            pending.add(&norms.input(x, norm)?)?;
+            pending.add(&norms.input(config, x)?)?;
         }
         return Ok(None);
     };
     let Some(before) = &norms.before else {
-        let dx = add(dy, &dinput)?;
+        let dx = add(around, &dinput)?;
         drop(dinput);
         pending.add(x)?;
         return Ok(Some(dx));
@@ -595,7 +476,7 @@ fn around_mixer_backward<'w>(
     let (rows, width) = x.dims2()?;
     let normed = || empty(rows, width, x.dtype(), x.device());
     let normed = pending.reads_input().then(normed).transpose()?;
-    let dx = rms_norm_backward(x, &before.value, &dinput, Some(dy), grad, normed.as_ref(), norm)?;
+    let dx = before.backward(config, x, &dinput, Some(around), normed.as_ref())?;
     drop(dinput);
     if let Some(normed) = normed {
         pending.add(&normed)?;

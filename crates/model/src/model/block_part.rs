@@ -15,7 +15,8 @@ pub enum BlockPart {
     OProj,
     /// The MLP's projection to the input of its activation.
     GateProj,
-    /// The MLP's projection to the factor of the activated gate.
+    /// The MLP's projection to the factor of the activated gate. Without a gate, the projection to
+    /// the input of its activation.
     UpProj,
     /// One projection to gate and up, side by side in this order.
     GateUpProj,
@@ -58,7 +59,7 @@ pub enum LinearGroup {
     Qkv,
     /// Attention's output projection.
     O,
-    /// The MLP's gate and up.
+    /// The MLP's gate and up, or up alone.
     GateUp,
     /// The MLP's second projection.
     Down,

@@ -3,6 +3,7 @@
 //! A family's file (`families`) chooses the parts of each block. `layout` derives tensors from
 //! them, `block` computes them.
 
+use crate::ops::activation::PlainActivation;
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::experts::Router;
 use crate::ops::glu::Activation;
@@ -32,11 +33,52 @@ pub enum TokenMixer {
 pub enum ChannelMixer {
     /// `down_proj(act(gate) · up)` of width [`ModelConfig::intermediate_size`](super::ModelConfig).
     GatedMlp(GatedMlp),
+    /// `down_proj(act(up_proj(x)))` of the same width.
+    PlainMlp(PlainMlp),
     /// Gated MLPs, of which a router chooses a few for each token.
     Experts(Experts),
 }
 
-/// The position of norms around a mixer.
+impl ChannelMixer {
+    /// Returns the width of the first projections together, in inner widths.
+    pub fn first_widths(&self) -> usize {
+        match self {
+            ChannelMixer::GatedMlp(_) | ChannelMixer::Experts(_) => 2,
+            ChannelMixer::PlainMlp(_) => 1,
+        }
+    }
+
+    /// Returns its experts, if it has any.
+    pub fn experts(&self) -> Option<&Experts> {
+        match self {
+            ChannelMixer::GatedMlp(_) | ChannelMixer::PlainMlp(_) => None,
+            ChannelMixer::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// Returns the name of its activation.
+    pub(super) fn activation(&self) -> String {
+        match self {
+            ChannelMixer::GatedMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+            ChannelMixer::PlainMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+            ChannelMixer::Experts(experts) => format!("{:?}", experts.activation).to_lowercase(),
+        }
+    }
+}
+
+impl From<GatedMlp> for ChannelMixer {
+    fn from(mlp: GatedMlp) -> Self {
+        ChannelMixer::GatedMlp(mlp)
+    }
+}
+
+impl From<PlainMlp> for ChannelMixer {
+    fn from(mlp: PlainMlp) -> Self {
+        ChannelMixer::PlainMlp(mlp)
+    }
+}
+
+/// The position of norms around mixers, and the inputs of these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResidualPlan {
     /// `x + mixer(norm(x))` for each mixer.
@@ -45,12 +87,38 @@ pub enum ResidualPlan {
     PreAndPostNorm,
     /// `x + norm(mixer(x))` for each mixer (OLMo 2).
     PostNorm,
+    /// `x + token_mixer(norm(x)) + channel_mixer(norm(x))` with one norm (Cohere).
+    Parallel,
 }
 
 impl ResidualPlan {
     /// Returns true if a norm reads the outputs of the mixers.
     pub fn has_post_norms(self) -> bool {
-        self != ResidualPlan::PreNorm
+        matches!(self, ResidualPlan::PreAndPostNorm | ResidualPlan::PostNorm)
+    }
+
+    /// Returns true if both mixers read the block's input.
+    pub fn is_parallel(self) -> bool {
+        self == ResidualPlan::Parallel
+    }
+}
+
+/// The norms of hidden states: those of blocks and the last one. Norms of q and k are RMS norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HiddenNorm {
+    /// RMSNorm, without a mean.
+    Rms,
+    /// LayerNorm, around the mean.
+    Layer {
+        /// True if each has a bias.
+        bias: bool,
+    },
+}
+
+impl HiddenNorm {
+    /// Returns whether each norm has a bias.
+    pub(super) fn has_bias(self) -> bool {
+        self == HiddenNorm::Layer { bias: true }
     }
 }
 
@@ -103,6 +171,15 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
+/// An MLP without a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlainMlp {
+    /// The activation of the first projection's output.
+    pub activation: PlainActivation,
+    /// True if up and down have biases.
+    pub bias: bool,
+}
+
 /// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token,
 /// and perhaps one for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -130,33 +207,9 @@ pub struct SharedExpert {
     pub has_gate: bool,
 }
 
-impl From<GatedMlp> for ChannelMixer {
-    fn from(mlp: GatedMlp) -> Self {
-        ChannelMixer::GatedMlp(mlp)
-    }
-}
-
 impl From<Experts> for ChannelMixer {
     fn from(experts: Experts) -> Self {
         ChannelMixer::Experts(experts)
-    }
-}
-
-impl ChannelMixer {
-    /// Returns the activation of its gates.
-    pub fn activation(&self) -> Activation {
-        match self {
-            ChannelMixer::GatedMlp(mlp) => mlp.activation,
-            ChannelMixer::Experts(experts) => experts.activation,
-        }
-    }
-
-    /// Returns its experts, if it has any.
-    pub fn experts(&self) -> Option<&Experts> {
-        match self {
-            ChannelMixer::GatedMlp(_) => None,
-            ChannelMixer::Experts(experts) => Some(experts),
-        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! A model's shape and arithmetic, with the differences of families resolved to parts and numbers.
 //! `families` reads it from config.json.
 
-use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, Experts, TokenMixer};
+use super::composition::{
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, HiddenNorm, TokenMixer,
+};
 use super::families::Architecture;
 use super::rope::Rope;
 use crate::ops::attention::Heads;
@@ -16,7 +18,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// Inner width of the gated MLPs that are no experts, F.
+    /// Inner width of the MLPs that are no experts, F.
     pub intermediate_size: usize,
     /// Head counts and width of attention.
     pub heads: Heads,
@@ -26,8 +28,10 @@ pub struct ModelConfig {
     pub ropes: Vec<Rope>,
     /// Context length that the model was trained for, in tokens.
     pub max_position_embeddings: usize,
-    /// The kind of every norm of the model.
+    /// The settings of every norm of the model.
     pub norm: NormKind,
+    /// The kind of the norms of hidden states.
+    pub hidden_norm: HiddenNorm,
     /// Factor on the embeddings.
     pub embedding_factor: f64,
     /// Factor on logits, before their soft-cap (granite); 1 in most families.
@@ -73,13 +77,27 @@ impl ModelConfig {
     /// all that are chosen for it, and of the shared one.
     pub fn active_width(&self) -> usize {
         let width = |mixer: &ChannelMixer| match mixer {
-            ChannelMixer::GatedMlp(_) => self.intermediate_size,
+            ChannelMixer::GatedMlp(_) | ChannelMixer::PlainMlp(_) => self.intermediate_size,
             ChannelMixer::Experts(experts) => {
                 let shared = experts.shared.map_or(0, |shared| shared.width);
                 experts.router.chosen * experts.width + shared
             }
         };
         self.blocks.iter().map(|block| width(&block.channel_mixer)).max().unwrap_or(0)
+    }
+
+    /// Returns the gated MLP of each block that has one, in the order of the blocks.
+    pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
+        self.blocks.iter().filter_map(|block| match &block.channel_mixer {
+            ChannelMixer::GatedMlp(mlp) => Some(mlp),
+            ChannelMixer::PlainMlp(_) | ChannelMixer::Experts(_) => None,
+        })
+    }
+
+    /// Returns the width of a block's first projections of its MLP together, at most.
+    pub fn first_mlp_width(&self) -> usize {
+        let widths = self.blocks.iter().map(|block| block.channel_mixer.first_widths());
+        widths.max().unwrap_or(0) * self.active_width()
     }
 
     /// Returns the widths that determine tensor shapes, by their keys in config.json.

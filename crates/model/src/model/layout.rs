@@ -8,7 +8,8 @@
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer,
+    AttentionMixer, ChannelMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
+    TokenMixer,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
@@ -56,7 +57,7 @@ pub struct BlockModule {
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
-    /// True if it has a bias, `[out]`.
+    /// True if it has a bias, `[out]`; that of a norm is as long as its gain.
     pub bias: bool,
 }
 
@@ -86,8 +87,8 @@ impl LayoutTable<'_> {
     }
 
     /// Returns a norm of vectors of `len` elements.
-    fn norm(&self, part: BlockPart, len: usize) -> BlockModule {
-        BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias: false }
+    fn norm(&self, part: BlockPart, len: usize, bias: bool) -> BlockModule {
+        BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias }
     }
 
     fn name(&self, part: BlockPart) -> &'static str {
@@ -110,7 +111,7 @@ impl LayoutTable<'_> {
             QkNormWidth::Whole => [q, kv],
         };
         if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
-            rows.extend([self.norm(P::QNorm, q), self.norm(P::KNorm, k)]);
+            rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
         rows
     }
@@ -125,6 +126,12 @@ impl LayoutTable<'_> {
         };
         rows.push(self.linear(P::DownProj, (d, f), mixer.bias));
         rows
+    }
+
+    fn plain_mlp(&self, mixer: &PlainMlp) -> Vec<BlockModule> {
+        let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
+        let layers = [(BlockPart::UpProj, (f, d)), (BlockPart::DownProj, (d, f))];
+        layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into()
     }
 
     fn experts(&self, mixer: &Experts) -> Vec<BlockModule> {
@@ -154,10 +161,12 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
+            ResidualPlan::Parallel => &[P::AttnNorm],
             ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };
-        parts.iter().map(|part| self.norm(*part, self.0.hidden_size)).collect()
+        let bias = self.0.hidden_norm.has_bias();
+        parts.iter().map(|part| self.norm(*part, self.0.hidden_size, bias)).collect()
     }
 }
 
@@ -170,6 +179,7 @@ impl BlockLayout {
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
+            ChannelMixer::PlainMlp(mixer) => table.plain_mlp(mixer),
             ChannelMixer::Experts(mixer) => table.experts(mixer),
         });
         rows.extend(table.norms(block.residual));
@@ -263,6 +273,7 @@ pub(super) struct NamedModule {
 /// head.
 pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let whole = |name: &str, part, weight| NamedModule { name: name.into(), part, weight, bias: false };
+    let bias = config.hidden_norm.has_bias();
     let table = WeightShape::Matrix { out: config.vocab_size, inputs: config.hidden_size };
     let mut all = vec![whole(EMBED_TOKENS_MODULE, ModelPart::EmbedTokens, table)];
     for layer in 0..config.num_layers() {
@@ -274,7 +285,7 @@ pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
         }));
     }
     let gain = WeightShape::Gain(config.hidden_size);
-    all.push(whole(FINAL_NORM_MODULE, ModelPart::FinalNorm, gain));
+    all.push(NamedModule { bias, ..whole(FINAL_NORM_MODULE, ModelPart::FinalNorm, gain) });
     all.push(whole(LM_HEAD_MODULE, ModelPart::LmHead, table));
     all
 }

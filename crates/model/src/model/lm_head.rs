@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::embedding::TokenRows;
 use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
-use super::{ModelConfig, Param};
+use super::{ModelConfig, Norm, Param};
 use crate::error::Result;
 use crate::ops::Addend;
 use crate::ops::cross_entropy::{
@@ -12,14 +12,13 @@ use crate::ops::cross_entropy::{
     score_targets,
 };
 use crate::ops::elementwise::scaled;
-use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::runtime::TensorMut;
 
 /// Final norm and output layer, for one use.
 #[derive(Debug, Clone)]
 pub struct HeadWeights {
-    /// Gain of the last norm, `model.norm`.
-    pub norm: Param,
+    /// The last norm, `model.norm`.
+    pub norm: Norm,
     /// `lm_head`, or the embedding table when tied: `[V, D]`.
     pub lm_head: Param,
     /// Trainable rows of a tied table.
@@ -58,9 +57,8 @@ impl HeadWeights {
             lora.add_gradient_of_a(&normed, du, source)?;
             lora.down_backward(du, (&dx, Addend::Destination), source)?;
         }
-        let grad = self.norm.grad.as_ref();
         let dx = scaled(&dx, config.logit_factor)?;
-        let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, None, config.norm)?;
+        let dx = self.norm.backward(config, x, &dx, None, None)?;
         Ok((out.loss, dx))
     }
 
@@ -93,7 +91,7 @@ impl HeadWeights {
     /// Returns the input of the output layer for `x: [N, D]`, times the factor on logits, which are
     /// linear in it.
     fn normed(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
-        scaled(&rms_norm(x, &self.norm.value, config.norm)?, config.logit_factor)
+        scaled(&self.norm.forward(config, x)?, config.logit_factor)
     }
 
     /// Returns the adapter's inner activations, `[N, r]`, or `None` without an adapter.

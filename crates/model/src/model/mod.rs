@@ -24,6 +24,7 @@ mod linear;
 mod lm_head;
 mod lora;
 mod lora_group;
+mod norm;
 mod rope;
 mod rotary_tables;
 mod semantics;
@@ -33,13 +34,13 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms, SavedBytes,
-    SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
+    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms,
+    PlainMlpWeights, SavedBytes, SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, SharedExpert,
-    TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, HiddenNorm, PlainMlp, QkNormWidth,
+    ResidualPlan, SharedExpert, TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
@@ -49,6 +50,7 @@ pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
+pub use norm::Norm;
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};

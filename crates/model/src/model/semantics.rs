@@ -23,11 +23,8 @@ impl ModelConfig {
         let of_attention = |text: &dyn Fn(&AttentionMixer) -> String| -> String {
             runs(&self.attentions().map(text).collect::<Vec<_>>())
         };
-        let activations: Vec<String> = self
-            .blocks
-            .iter()
-            .map(|block| format!("{:?}", block.channel_mixer.activation()).to_lowercase())
-            .collect();
+        let activations: Vec<String> =
+            self.blocks.iter().map(|block| block.channel_mixer.activation()).collect();
         let settings = |attention: &AttentionMixer| {
             self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };
@@ -61,6 +58,11 @@ impl ModelConfig {
                 "residual factor",
                 self.blocks.iter().any(|block| block.residual_factor != 1.0),
                 runs(&residual),
+            ),
+            (
+                "mixers",
+                self.blocks.iter().any(|block| block.residual.is_parallel()),
+                "in parallel".to_owned(),
             ),
             ("logit factor", self.logit_factor != 1.0, format!("{:?}", self.logit_factor)),
             ("experts", self.experts().next().is_some(), runs(&experts)),

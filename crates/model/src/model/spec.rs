@@ -73,7 +73,7 @@ pub enum ModuleKind {
     Embedding,
     /// The output layer.
     Head,
-    /// An RMS norm's gain.
+    /// A norm's gain and bias.
     Norm,
 }
 

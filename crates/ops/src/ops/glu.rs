@@ -33,7 +33,7 @@ const GELU_CUBIC: f32 = 0.044_715;
 impl Activation {
     /// Returns value and derivative at `x`: `(act(x), act'(x))`.
     #[inline(always)]
-    fn value_and_slope(self, x: f32) -> (f32, f32) {
+    pub(super) fn value_and_slope(self, x: f32) -> (f32, f32) {
         match self {
             Activation::Silu => {
                 let s = simd::sigmoid(x);
@@ -43,6 +43,26 @@ impl Activation {
                 let t = simd::tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
                 let inner = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x);
                 (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
+            }
+        }
+    }
+
+    /// Returns [`Activation::value_and_slope`] of each element of `x`, f32, in candle's primitives.
+    pub(super) fn reference_value_and_slope(self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        match self {
+            Activation::Silu => {
+                let s = (x.neg()?.exp()? + 1.0)?.recip()?;
+                let slope = (((1.0 - &s)? * x)? + 1.0)?;
+                Ok(((x * &s)?, (s * slope)?))
+            }
+            Activation::GeluTanh => {
+                let root = f64::from(SQRT_2_OVER_PI);
+                let cubic = f64::from(GELU_CUBIC);
+                let t = ((x + (x.sqr()?.mul(x)? * cubic)?)? * root)?.tanh()?;
+                let left = ((&t + 1.0)? * 0.5)?;
+                let inner = ((x.sqr()? * (3.0 * cubic))? + 1.0)?;
+                let right = ((x * (1.0 - t.sqr()?)?)? * inner)?;
+                Ok(((x * &left)?, (left + (right * (0.5 * root))?)?))
             }
         }
     }
@@ -162,22 +182,7 @@ pub(crate) fn reference(gate_up: &Tensor, activation: Activation) -> Result<Tens
 pub(crate) fn reference_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
     let (x, up) = halves(gate_up)?;
     let dh = dh.to_dtype(DType::F32)?;
-    let (value, slope) = match activation {
-        Activation::Silu => {
-            let s = (x.neg()?.exp()? + 1.0)?.recip()?;
-            let slope = (((1.0 - &s)? * &x)? + 1.0)?;
-            ((&x * &s)?, (s * slope)?)
-        }
-        Activation::GeluTanh => {
-            let root = f64::from(SQRT_2_OVER_PI);
-            let cubic = f64::from(GELU_CUBIC);
-            let t = ((&x + (x.sqr()?.mul(&x)? * cubic)?)? * root)?.tanh()?;
-            let left = ((&t + 1.0)? * 0.5)?;
-            let inner = ((x.sqr()? * (3.0 * cubic))? + 1.0)?;
-            let right = ((&x * (1.0 - t.sqr()?)?)? * inner)?;
-            ((&x * &left)?, (left + (right * (0.5 * root))?)?)
-        }
-    };
+    let (value, slope) = activation.reference_value_and_slope(&x)?;
     let dgate = ((&dh * &up)? * slope)?;
     let dup = (dh * value)?;
     Ok(Tensor::cat(&[dgate, dup], 1)?.to_dtype(gate_up.dtype())?)

@@ -13,6 +13,7 @@
 //! plan are bit-identical. The ops do not use candle's autograd; it serves as the oracle of the
 //! tests.
 
+pub mod activation;
 pub mod adamw;
 pub mod adamw_int8;
 pub mod attention;
@@ -27,6 +28,7 @@ pub mod experts;
 mod gemm;
 pub mod glu;
 pub(crate) mod gpu;
+pub mod layer_norm;
 pub mod low_rank;
 mod mat_view;
 pub mod matmul;

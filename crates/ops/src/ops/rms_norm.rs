@@ -36,6 +36,13 @@ impl NormKind {
     }
 }
 
+/// The numbers that norm a row: `x̂ = (x − mean) · inverse`; of RMSNorm the mean is 0.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct RowMoments {
+    pub(super) mean: f32,
+    pub(super) inverse: f32,
+}
+
 /// Returns the RMSNorm of `x: [N, D]` by `weight: [D]`: `[N, D]` in the dtype of `x`.
 ///
 /// # Errors
@@ -195,13 +202,24 @@ pub(super) fn add_gain_gradient<T: FloatElement>(
     width: usize,
     eps: f32,
 ) -> Result<()> {
-    let mut inverses = unwritten::<f32>(x.len() / width.max(1));
-    inverses.par_iter_mut().zip(x.par_chunks_exact(width)).with_min_len(16).for_each(|(inverse, x)| {
-        *inverse = inverse_of_row(x, eps);
+    let mut moments = vec![RowMoments::default(); x.len() / width.max(1)];
+    moments.par_iter_mut().zip(x.par_chunks_exact(width)).with_min_len(16).for_each(|(moments, x)| {
+        moments.inverse = inverse_of_row(x, eps);
     });
+    add_columns_of_gain(dweight, x, dy, width, &moments)
+}
+
+/// Works like [`add_gain_gradient`], given the moments of the rows.
+pub(super) fn add_columns_of_gain<T: FloatElement>(
+    dweight: &TensorMut,
+    x: &[T],
+    dy: &[T],
+    width: usize,
+    moments: &[RowMoments],
+) -> Result<()> {
     update_in_f32(dweight, |sums| {
         sums.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sums)| {
-            add_columns(sums, x, dy, i * COLUMNS, width, &inverses);
+            add_columns(sums, x, dy, i * COLUMNS, width, moments);
         });
     })
 }
@@ -220,11 +238,11 @@ vectorized! {
         dy: &[T],
         start: usize,
         width: usize,
-        inverses: &[f32],
+        moments: &[RowMoments],
     ) {
-        for ((x, dy), inverse) in x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(inverses) {
+        for ((x, dy), row) in x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(moments) {
             for ((sum, x), dy) in sums.iter_mut().zip(&x[start..]).zip(&dy[start..]) {
-                *sum += dy.widen() * x.widen() * inverse;
+                *sum += dy.widen() * (x.widen() - row.mean) * row.inverse;
             }
         }
     }

@@ -11,7 +11,7 @@ use super::rope;
 use super::types::GgufType;
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{ChannelMixer, GgufWindows, ModelConfig};
+use crate::model::{GgufWindows, ModelConfig};
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
@@ -78,19 +78,16 @@ pub(super) fn refuse_unknown(config: &ModelConfig) -> Result<()> {
 fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     let facts = &config.family.gguf;
     let width = config.heads.q_width();
-    let (attentions, mixers) =
-        (|| config.attentions(), || config.blocks.iter().map(|block| &block.channel_mixer));
+    let (attentions, mlps) = (|| config.attentions(), || config.gated_mlps());
     let faults = [
-        mixers()
-            .find(|mixer| mixer.activation() != facts.activation)
-            .map(|mixer| format!("the activation {:?}", mixer.activation())),
+        mlps()
+            .find(|mlp| mlp.activation != facts.activation)
+            .map(|mlp| format!("the activation {:?}", mlp.activation)),
         (facts.heads_fill_hidden && width != config.hidden_size)
             .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
         (!facts.reads_all_biases && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
-        (!facts.reads_all_biases
-            && mixers().any(|mixer| matches!(mixer, ChannelMixer::GatedMlp(mlp) if mlp.bias)))
-        .then(|| "biases in the MLP".to_owned()),
+        (!facts.reads_all_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
         attentions()
             .find(|attention| !facts.attention_softcap.fits(attention.softcap))
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),

@@ -51,11 +51,6 @@ impl GatedMlpSaved {
 }
 
 impl GatedMlpWeights {
-    /// Returns the linear layers for changes to them.
-    pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
-        [&mut self.gate_up, &mut self.down]
-    }
-
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
     pub(super) fn forward(

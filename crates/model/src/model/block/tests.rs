@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, Device, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{Linear, Lora, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{Linear, Lora, Param, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 
@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 10] = [
+const MODELS: [&str; 15] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -21,6 +21,11 @@ const MODELS: [&str; 10] = [
     r#""model_type": "phi3""#,
     r#""model_type": "olmo2""#,
     r#""model_type": "granite", "residual_multiplier": 0.5"#,
+    r#""model_type": "arcee", "mlp_bias": true"#,
+    r#""model_type": "starcoder2""#,
+    r#""model_type": "nemotron""#,
+    r#""model_type": "cohere""#,
+    r#""model_type": "stablelm", "use_parallel_residual": true, "partial_rotary_factor": 0.5"#,
     r#""model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 12"#,
     r#""model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8"#,
@@ -198,8 +203,11 @@ fn every_part_and_every_name_stands_once() {
 /// of every run.
 #[test]
 fn linear_layers_are_numbered_in_order() -> Result<()> {
-    let cases: [(&str, [&[u64]; 4]); 2] =
-        [(MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]), (MODELS[5], [&[1], &[2], &[3], &[4]])];
+    let cases: [(&str, [&[u64]; 4]); 3] = [
+        (MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]),
+        (MODELS[5], [&[1], &[2], &[3], &[4]]),
+        (MODELS[8], [&[1, 2, 3], &[4], &[5], &[6]]),
+    ];
     for (model, groups) in cases {
         let adapter = |_: &BlockModule| {
             Some(LoraShape { kind: AdapterKind::Lora, r: 2, dtype: DType::F32, has_kernels: false })
@@ -209,8 +217,12 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
         let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
         let TokenMixerWeights::Attention(attention) = &weights.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &weights.channel_mixer else { panic!("no MLP") };
-        let found = [&attention.qkv, &attention.o, &mlp.gate_up, &mlp.down].map(numbers);
+        let (first, down) = match &weights.channel_mixer {
+            ChannelMixerWeights::GatedMlp(mlp) => (&mlp.gate_up, &mlp.down),
+            ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),
+            ChannelMixerWeights::Experts(_) => panic!("no MLP"),
+        };
+        let found = [&attention.qkv, &attention.o, first, down].map(numbers);
         assert_eq!(found, groups, "{model}");
     }
     Ok(())

@@ -4,7 +4,7 @@ use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
-use crate::model::composition::BlockConfig;
+use crate::model::composition::{BlockConfig, HiddenNorm};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 use crate::ops::rms_norm::NormKind;
@@ -37,8 +37,10 @@ pub(in crate::model) struct Composition {
     pub(super) blocks: Vec<BlockConfig>,
     /// The rotary embeddings that the blocks refer to.
     pub(super) ropes: Vec<Rope>,
-    /// The kind of every norm of the model.
+    /// The settings of every norm of the model.
     pub(super) norm: NormKind,
+    /// The kind of the norms of hidden states.
+    pub(super) hidden_norm: HiddenNorm,
     /// Factor on the embeddings.
     pub(super) embedding_factor: f64,
     /// Factor on logits.

@@ -6,7 +6,7 @@ use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, ResidualPlan};
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, HiddenNorm, ResidualPlan};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 use crate::ops::rms_norm::NormKind;
@@ -37,6 +37,7 @@ pub(super) fn compose(
         blocks,
         ropes,
         norm: NormKind { unit_offset: true, ..parts::rms_norm(keys)? },
+        hidden_norm: HiddenNorm::Rms,
         embedding_factor: (sizes.hidden_size as f64).sqrt(),
         logit_factor: 1.0,
         logit_softcap: parts::softcap(keys, "final_logit_softcapping", logit_softcap)?,

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, ResidualPlan};
 use crate::model::config_reader::ConfigReader;
-use crate::model::rope::{Rope, RopeContext};
+use crate::model::rope::Rope;
 
 pub(super) static GLM4: Architecture = Architecture {
     head_dim: Some(128),
@@ -24,9 +24,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let mlp = GatedMlp { fused: true, ..parts::gated_mlp(keys)? };
     let block =
         BlockConfig { residual: ResidualPlan::PreAndPostNorm, ..BlockConfig::pre_norm(attention, mlp) };
-    let partial = keys.f64_or("partial_rotary_factor", 0.5)?;
-    let rope = parts::rope(keys, &RopeContext { partial, ..parts::rope_context(keys, sizes, 1e4)? })?;
-    let rope = Rope { interleaved: true, ..rope };
+    let rope = Rope { interleaved: true, ..parts::partial_rope(keys, sizes, 0.5)? };
     parts::with_eps(keys, parts::llama_like(keys, vec![block; sizes.num_layers], rope)?, 1.5625e-7)
 }
 

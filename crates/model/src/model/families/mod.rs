@@ -5,7 +5,10 @@
 //! facts. `parts` holds the readers that families share. If config.json needs a feature that
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
+mod arcee;
 mod architecture;
+mod cohere;
+mod cohere2;
 mod ernie4_5;
 mod exaone4;
 mod gemma;
@@ -20,6 +23,7 @@ mod ministral;
 mod ministral3;
 mod mistral;
 mod mixtral;
+mod nemotron;
 mod olmo2;
 mod olmo3;
 mod olmoe;
@@ -33,6 +37,8 @@ mod refusals;
 mod seed_oss;
 mod sizes;
 mod smollm3;
+mod stablelm;
+mod starcoder2;
 
 use serde_json::Value;
 
@@ -66,6 +72,12 @@ static FAMILIES: &[&Architecture] = &[
     &exaone4::EXAONE4,
     &glm4::GLM4,
     &ernie4_5::ERNIE4_5,
+    &arcee::ARCEE,
+    &starcoder2::STARCODER2,
+    &nemotron::NEMOTRON,
+    &stablelm::STABLELM,
+    &cohere::COHERE,
+    &cohere2::COHERE2,
     &mixtral::MIXTRAL,
     &qwen2_moe::QWEN2_MOE,
     &qwen3_moe::QWEN3_MOE,
@@ -114,6 +126,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         ropes: parts.ropes,
         max_position_embeddings: sizes.max_position_embeddings,
         norm: parts.norm,
+        hidden_norm: parts.hidden_norm,
         embedding_factor: parts.embedding_factor,
         logit_factor: parts.logit_factor,
         logit_softcap: parts.logit_softcap,
@@ -228,6 +241,34 @@ mod tests {
         assert_eq!(exaone(json!(8), json!("LG")).map(windows).expect("a pattern"), [Some(8), None]);
         assert_eq!(exaone(json!(8), json!(4)).map(windows).expect("a period"), [Some(8), Some(8)]);
         assert!(exaone(json!(8), json!(0)).is_err());
+    }
+
+    /// Each would train another model than config.json describes.
+    #[test]
+    fn settings_that_a_family_does_not_compute_are_refused_by_key() {
+        for (family, key, value) in [
+            ("arcee", "hidden_act", json!("relu")),
+            ("nemotron", "hidden_act", json!("silu")),
+            ("nemotron", "norm_eps", json!(-1e-5)),
+            ("starcoder2", "norm_epsilon", json!(1.0)),
+            ("starcoder2", "sliding_window", json!(0)),
+            ("stablelm", "qk_layernorm", json!(true)),
+            ("stablelm", "hidden_act", json!("gelu")),
+            ("stablelm", "partial_rotary_factor", json!(2.0)),
+            ("cohere", "use_qk_norm", json!(true)),
+            ("cohere", "logit_scale", json!(0.0)),
+            ("cohere2", "sliding_window_pattern", json!(0)),
+            ("cohere2", "layer_types", json!(["sliding_attention"])),
+        ] {
+            let model = |changes: &[(&str, Value)]| {
+                let family = [("model_type", json!(family)), ("head_dim", json!(8))];
+                config(&[&family[..], changes].concat())
+            };
+            assert!(model(&[]).is_ok(), "{family}");
+            let refused = model(&[(key, value.clone())]).expect_err("another model");
+            let is_named = refused.causes().iter().any(|cause| cause.contains(&format!("`{key}`")));
+            assert!(is_named, "{family} {key} {value}: {refused:?}");
+        }
     }
 
     /// Keys of some families only, and values that only together are invalid.

@@ -6,9 +6,10 @@ use super::gguf_facts::GgufFacts;
 use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, Experts, GatedMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, PlainMlp};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
+use crate::ops::activation::PlainActivation;
 use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
@@ -41,6 +42,7 @@ pub(super) fn llama_like(
         blocks,
         ropes: vec![rope],
         norm: rms_norm(keys)?,
+        hidden_norm: HiddenNorm::Rms,
         embedding_factor: 1.0,
         logit_factor: 1.0,
         logit_softcap: softcap(keys, "final_logit_softcapping", None)?,
@@ -65,6 +67,23 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
     Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
+}
+
+/// Reads an MLP without a gate; `default` is the family's activation.
+pub(super) fn plain_mlp(keys: &ConfigReader<'_>, default: &str, bias: bool) -> Result<PlainMlp> {
+    let activation = match keys.opt_str("hidden_act")?.unwrap_or(default) {
+        "relu2" => PlainActivation::Relu2,
+        "gelu" => PlainActivation::Gelu,
+        "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => PlainActivation::GeluTanh,
+        other => {
+            return Err(refused(
+                "hidden_act",
+                format!("\"{other}\""),
+                "relu2, gelu, gelu_pytorch_tanh, gelu_new, gelu_fast",
+            ));
+        }
+    };
+    Ok(PlainMlp { activation, bias })
 }
 
 /// The keys of a family for its experts, and its defaults.
@@ -121,10 +140,31 @@ pub(super) fn sparse_layers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Resu
 
 /// Reads the RMS norm whose gain is the stored weight.
 pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
-    match keys.f64_or("rms_norm_eps", 1e-6)? {
-        eps if (0.0..1.0).contains(&eps) => Ok(NormKind { eps, unit_offset: false }),
-        other => Err(refused("rms_norm_eps", other, "from 0 to below 1")),
+    Ok(NormKind { eps: epsilon(keys, "rms_norm_eps", 1e-6)?, unit_offset: false })
+}
+
+fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
+    match keys.f64_or(key, default)? {
+        eps if (0.0..1.0).contains(&eps) => Ok(eps),
+        other => Err(refused(key, other, "from 0 to below 1")),
     }
+}
+
+/// Makes the norms of hidden states layer norms, with the epsilon of `key`.
+pub(super) fn with_layer_norms(
+    keys: &ConfigReader<'_>,
+    composition: Composition,
+    key: &str,
+    bias: bool,
+) -> Result<Composition> {
+    let norm = NormKind { eps: epsilon(keys, key, 1e-5)?, ..composition.norm };
+    Ok(Composition { norm, hidden_norm: HiddenNorm::Layer { bias }, ..composition })
+}
+
+/// Reads the only rope of a model; it rotates the first part of each head, by default `partial`.
+pub(super) fn partial_rope(keys: &ConfigReader<'_>, sizes: &ModelSizes, partial: f64) -> Result<Rope> {
+    let partial = keys.f64_or("partial_rotary_factor", partial)?;
+    rope(keys, &RopeContext { partial, ..rope_context(keys, sizes, 1e4)? })
 }
 
 /// Sets the epsilon of the norms to the family's default, unless config.json has the key.

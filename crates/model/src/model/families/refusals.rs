@@ -16,7 +16,14 @@ const UNSUPPORTED: [&str; 1] = ["use_bidirectional_attention"];
 const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
 
 /// Keys of dropout inside a model, which transformers computes in training and the engine does not.
-const DROPOUTS: [&str; 4] = ["attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"];
+const DROPOUTS: [&str; 6] = [
+    "attention_dropout",
+    "residual_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+];
 
 /// Returns the keys of dropout above 0 with their values: "`attention_dropout` 0.1".
 pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {

@@ -5,10 +5,12 @@ use candle_core::DType;
 
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
+use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::{add, scaled};
 use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
@@ -24,12 +26,16 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         norm_backward(shapes, NormOutput::Gradient),
         norm_backward(shapes, NormOutput::NormToo),
         norm_backward(shapes, NormOutput::WeightToo),
+        centered_norm(shapes),
+        centered_norm_backward(shapes),
         rotation(shapes, false),
         rotation(shapes, true),
         rotation_backward(shapes, false),
         rotation_backward(shapes, true),
         gated(shapes),
         gated_backward(shapes),
+        activated(shapes),
+        activated_backward(shapes),
         dropped(shapes),
         residual_sum(shapes),
         scaled_copy(shapes),
@@ -85,6 +91,36 @@ fn norm_backward(shapes: &BenchShapes, output: NormOutput) -> TimedOp {
             let normed =
                 (output == NormOutput::NormToo).then(|| empty(n, d, dtype, x.device())).transpose()?;
             rms_norm_backward(x, &weight, dy, Some(residual), dweight, normed.as_ref(), NORM).map(drop)
+        })
+    })
+}
+
+fn centered_norm(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + shapes.bytes(2 * d), ("layer_norm", shape, shapes.dtype), move |inputs| {
+        let (weight, bias) = (inputs.normal(1.0, d)?, inputs.normal(1.0, d)?);
+        let sets = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        sets.calls(move |x| {
+            layer_norm(x, LayerNorm { weight: &weight, bias: Some(&bias), kind: NORM }).map(drop)
+        })
+    })
+}
+
+/// Times the backward with the gradient around the norm and those of its parameters.
+fn centered_norm_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 5));
+    let what = ("layer_norm_backward", format!("{shape}, residual, trained"), shapes.dtype);
+    TimedOp::moving(bytes + shapes.bytes(2 * d) + 4 * F32_BYTES * d, what, move |inputs| {
+        let (weight, bias) = (inputs.normal(1.0, d)?, inputs.normal(1.0, d)?);
+        let (dweight, dbias) = (inputs.zeros(d)?, inputs.zeros(d)?);
+        let sets = inputs.sets(|_| {
+            let one = || inputs.normal(1.0, (n, d));
+            Ok([one()?, one()?, one()?])
+        })?;
+        sets.calls(move |[x, dy, residual]| {
+            let norm = LayerNorm { weight: &weight, bias: Some(&bias), kind: NORM };
+            let grads = LayerNormGradients { weight: Some(&dweight), bias: Some(&dbias) };
+            layer_norm_backward(x, norm, dy, Some(residual), grads, None).map(drop)
         })
     })
 }
@@ -157,6 +193,28 @@ fn gated_backward(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(shapes.bytes(6 * n * f), what, move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, 2 * f))?, inputs.normal(1.0, (n, f))?)))?;
         sets.calls(move |(x, dh)| glu_backward(x, dh, Activation::Silu).map(drop))
+    })
+}
+
+fn activated(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    TimedOp::moving(
+        shapes.bytes(2 * n * f),
+        ("activate", format!("{n}x{f}, gelu"), shapes.dtype),
+        move |inputs| {
+            let sets = inputs.sets(|_| inputs.normal(1.0, (n, f)))?;
+            sets.calls(move |x| activate(x, PlainActivation::Gelu).map(drop))
+        },
+    )
+}
+
+/// Times the backward in place: from the second run on, the gradient is the activated value.
+fn activated_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    let what = ("activate_backward", format!("{n}x{f}, gelu"), shapes.dtype);
+    TimedOp::moving(shapes.bytes(4 * n * f), what, move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, f))?, inputs.normal(1.0, (n, f))?)))?;
+        sets.calls(move |(x, dh)| activate_backward(x, dh, PlainActivation::Gelu).map(drop))
     })
 }
 

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::error::{Error, Result};
+use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
@@ -17,6 +18,7 @@ use crate::ops::experts::{
     scale_rows_backward,
 };
 use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
@@ -54,6 +56,10 @@ fn norms_and_rotation(dtype: DType) -> Result<()> {
     let dweight = gain(16)?;
     rms_norm(&x, &weight, kind)?;
     rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), Some(&zeros(0, 16, dtype)?), kind)?;
+    let norm = LayerNorm { weight: &weight, bias: Some(&weight), kind };
+    let grads = LayerNormGradients { weight: Some(&dweight), bias: None };
+    layer_norm(&x, norm)?;
+    layer_norm_backward(&x, norm, &x, Some(&x), grads, Some(&zeros(0, 16, dtype)?))?;
     let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
     let (qkv, angles) = (zeros(0, heads.qkv_width(), dtype)?, zeros(0, 8, DType::F32)?.into_tensor());
     let table = RotaryTable { cos: angles.clone(), sin: angles, interleaved: false };
@@ -106,6 +112,8 @@ fn elements(dtype: DType) -> Result<()> {
     let (x, gate_up, h) = (zeros(0, 16, dtype)?, zeros(0, 32, dtype)?, zeros(0, 16, dtype)?);
     glu(&gate_up, Activation::Silu)?;
     glu_backward(&gate_up, &h, Activation::Silu)?;
+    activate(&x, PlainActivation::Relu2)?;
+    activate_backward(&x, &h, PlainActivation::Relu2)?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::add_into(&x, &h)

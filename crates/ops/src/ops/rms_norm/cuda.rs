@@ -9,7 +9,7 @@ use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
 /// Threads per block.
-const THREADS: u32 = 256;
+pub(in crate::ops) const THREADS: u32 = 256;
 
 /// Threads of a block that processes rows of a weight gradient.
 const GAIN_THREADS: u32 = 128;
@@ -19,7 +19,7 @@ const GAIN_THREADS: u32 = 128;
 const PARTS: usize = 64;
 
 /// Returns true if kernels support activations and weights of these dtypes.
-pub(super) fn is_supported(x: &Tensor, weight: &Tensor) -> bool {
+pub(in crate::ops) fn is_supported(x: &Tensor, weight: &Tensor) -> bool {
     matches!((x.dtype(), weight.dtype()), (DType::BF16, DType::BF16 | DType::F32) | (DType::F32, DType::F32))
 }
 
@@ -74,16 +74,17 @@ pub(super) fn backward(
         _ => return Err(refused(x, weight)),
     }
     if let (Some(dweight), Some(inverses), false) = (dweight, inverses, shape.is_empty()) {
-        gain_gradient(driver, x, dy, &inverses, dweight)?;
+        gain_gradient(driver, [x, dy], None, &inverses, dweight)?;
     }
     Ok(dx.into_tensor())
 }
 
-/// Computes `dweight += Σ rows dy · x / rms`, in two stages.
-fn gain_gradient(
+/// Computes `dweight += Σ rows dy · x̂`, in two stages; `x̂ = (x − mean) · inverse` of each row, of
+/// RMSNorm without `means`.
+pub(in crate::ops) fn gain_gradient(
     driver: &dyn Driver,
-    x: &Tensor,
-    dy: &Tensor,
+    [x, dy]: [&Tensor; 2],
+    means: Option<&Tensor>,
     inverses: &Tensor,
     dweight: &TensorMut,
 ) -> Result<()> {
@@ -96,12 +97,17 @@ fn gain_gradient(
         LaunchShape { grid: [number(parts)?, columns, 1], block: [GAIN_THREADS, 1, 1], shared_bytes: 0 };
     let (rows, width) = (number(rows)?, number(width)?);
     let (inverses, out) = (In::all(inverses)?, Out::all(&partial)?);
-    if x.dtype() == DType::BF16 {
-        let (x, dy) = (In::all(x)?, In::all(dy)?);
-        kernels::rms_norm_gain_partial_bf16(driver, shape, x, dy, inverses, out, rows, width)?;
-    } else {
-        let (x, dy) = (In::all(x)?, In::all(dy)?);
-        kernels::rms_norm_gain_partial_f32(driver, shape, x, dy, inverses, out, rows, width)?;
+    macro_rules! launch {
+        ($kernel:ident $(, $means:expr)?) => {{
+            let (x, dy) = (In::all(x)?, In::all(dy)?);
+            kernels::$kernel(driver, shape, x, dy $(, $means)?, inverses, out, rows, width)?
+        }};
+    }
+    match (x.dtype(), means) {
+        (DType::BF16, None) => launch!(rms_norm_gain_partial_bf16),
+        (_, None) => launch!(rms_norm_gain_partial_f32),
+        (DType::BF16, Some(means)) => launch!(layer_norm_gain_partial_bf16, In::all(means)?),
+        (_, Some(means)) => launch!(layer_norm_gain_partial_f32, In::all(means)?),
     }
     add_partials(driver, &partial, dweight)
 }

@@ -4,10 +4,12 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{CaseOutcome, run};
 use crate::error::Result;
+use crate::ops::activation::{self, activate, activate_backward};
 use crate::ops::case::{CaseRunner, in_f64};
 use crate::ops::empty;
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 
@@ -35,6 +37,7 @@ fn every_op_passes() {
     // Detects a case that bypassed its kernels.
     let launched = Emulator::launched();
     for op in [
+        "activate_backward",
         "adamw_f32",
         "adamw_int8",
         "add_bias",
@@ -57,6 +60,8 @@ fn every_op_passes() {
         "gather_rows_bf16",
         "glu_gelu_backward",
         "glu_silu",
+        "layer_norm_backward",
+        "layer_norm_gain_partial",
         "rms_norm_backward",
         "rms_norm_gain_partial",
         "rotary_backward",
@@ -91,10 +96,23 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             rms_norm_backward(&x.here, &w.here, &dy.here, None, None, Some(&normed), kind)?;
             check(name, &normed, &rms_norm(&x.here, &w.here, kind)?)?;
         }
+        let b = runner.normal("b", width)?;
+        for bias in [None, Some(&*b.here)] {
+            let norm = LayerNorm { weight: &w.here, bias, kind: KINDS[1].0 };
+            let normed = empty(5, width, dtype, &Device::Cpu)?;
+            let grads = LayerNormGradients::default();
+            layer_norm_backward(&x.here, norm, &dy.here, None, grads, Some(&normed))?;
+            check("layer_norm", &normed, &layer_norm(&x.here, norm)?)?;
+        }
         for activation in [Activation::Silu, Activation::GeluTanh] {
             let dh = runner.normal("dh", (5, width / 2))?.here;
             glu_backward(&x.here, &dh, activation)?;
             check("glu", &dh, &glu(&x.here, activation)?)?;
+        }
+        for kind in activation::cases::KINDS {
+            let dh = runner.normal("dh", (5, width))?.here;
+            activate_backward(&x.here, &dh, kind)?;
+            check("activate", &dh, &activate(&x.here, kind)?)?;
         }
         Ok(())
     };

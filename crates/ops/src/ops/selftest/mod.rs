@@ -21,8 +21,8 @@ pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
-    adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, matmul,
-    matmul_quantized, rms_norm, rotary,
+    activation, adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, experts,
+    glu, layer_norm, matmul, matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -35,8 +35,10 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     dora::cases::cases,
     adamw_int8::cases::cases,
     rms_norm::cases::cases,
+    layer_norm::cases::cases,
     rotary::cases::cases,
     glu::cases::cases,
+    activation::cases::cases,
     dropout::cases::cases,
     elementwise::cases::cases,
     attention::cases::cases,

@@ -6,6 +6,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
 use crate::error::Result;
+use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::case::TensorPair;
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
@@ -15,6 +16,7 @@ use crate::ops::embedding;
 use crate::ops::experts::{self, ExpertRows, Router};
 use crate::ops::glu;
 use crate::ops::glu::Activation;
+use crate::ops::layer_norm::{self, LayerNorm};
 use crate::ops::matmul;
 use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::Weight;
@@ -131,6 +133,31 @@ fn rms_norm() -> Result<()> {
 }
 
 #[test]
+fn layer_norm() -> Result<()> {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-3, unit_offset };
+        let (x, w, b, dy) = (var("x", (9, 16))?, var("w", 16)?, var("b", 16)?, normal("dy", (9, 16))?);
+        let centered = x.broadcast_sub(&x.mean_keepdim(1)?)?;
+        let deviation = (centered.sqr()?.mean_keepdim(1)? + kind.eps)?.sqrt()?;
+        let gain = (w.as_tensor() + if unit_offset { 1.0 } else { 0.0 })?;
+        let y = centered.broadcast_div(&deviation)?.broadcast_mul(&gain)?.broadcast_add(&b)?;
+        let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+        close("y", &layer_norm::reference(&x, norm)?, &y)?;
+        let [want_dx, want_dw, want_db] = pulled(&y, &dy, [&x, &w, &b])?;
+        let (dw, db) = (zeros(16)?, zeros(16)?);
+        let dx = layer_norm::reference_backward(&x, norm, &dy, None, Some(&dw))?;
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+        matmul::sum_rows_reference(&db, ColumnView::all(&dy))?;
+        close("db", &db, &want_db)?;
+        let around = normal("around", (9, 16))?;
+        let dx = layer_norm::reference_backward(&x, norm, &dy, Some(&around), None)?;
+        close("dx + residual", &dx, &(want_dx + around)?)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn rotary_with_and_without_norms() -> Result<()> {
     let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 8 };
     let qk = heads.qk_width();
@@ -185,6 +212,22 @@ fn gated_products() -> Result<()> {
         close("h", &glu::reference(&x, activation)?, &h)?;
         let [want] = pulled(&h, &dh, [&x])?;
         close("dgate_up", &glu::reference_backward(&x, &dh, activation)?, &want)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn activations_without_a_gate() -> Result<()> {
+    for activation in activation::cases::KINDS {
+        let (x, dh) = (var("x", (9, 12))?, normal("dh", (9, 12))?);
+        let h = match activation {
+            PlainActivation::Relu2 => x.relu()?.powf(2.0)?,
+            PlainActivation::Gelu => x.gelu_erf()?,
+            PlainActivation::GeluTanh => x.gelu()?,
+        };
+        close("h", &activation::reference(&x, activation)?, &h)?;
+        let [want] = pulled(&h, &dh, [&x])?;
+        close("dx", &activation::reference_backward(&x, &dh, activation)?, &want)?;
     }
     Ok(())
 }

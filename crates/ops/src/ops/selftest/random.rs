@@ -18,6 +18,7 @@ use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
 use crate::ops::experts::cases::ExpertSizes;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::ops::layer_norm::cases::LayerNormCase;
 use crate::ops::matmul::Transpose;
 use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
 use crate::ops::matmul_quantized::cases::{FORMATS, product};
@@ -25,7 +26,8 @@ use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{
-    adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, rms_norm,
+    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
+    rms_norm,
 };
 use crate::quant::QuantFormat;
 
@@ -109,6 +111,16 @@ proptest! {
     }
 
     #[test]
+    fn layer_norms(
+        (rows, width) in (1..100_usize, widths(4)),
+        (unit_offset, bias) in any::<(bool, bool)>(),
+        (residual, grads, normed, run) in (any::<bool>(), any::<bool>(), any::<bool>(), runs()),
+    ) {
+        let case = LayerNormCase { rows, width, unit_offset, bias, residual, grads, normed };
+        check(case.cases(), run, "layer_norm")?;
+    }
+
+    #[test]
     fn rotations(
         rows in 1..40_usize,
         (num_kv_heads, group) in (1..4_usize, 1..5_usize),
@@ -130,6 +142,15 @@ proptest! {
         (rows, half, run) in (1..40_usize, widths(8), runs()),
     ) {
         check(glu::cases::shaped("", activation, spread, (rows, half)), run, "glu")?;
+    }
+
+    #[test]
+    fn activations(
+        kind in select(&activation::cases::KINDS[..]),
+        spread in select(&[1.0, 20.0][..]),
+        (shape, run) in ((1..40_usize, widths(8)), runs()),
+    ) {
+        check(activation::cases::shaped("", kind, spread, shape), run, "activate")?;
     }
 
     #[test]

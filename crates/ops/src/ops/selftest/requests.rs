@@ -3,13 +3,14 @@
 
 use candle_core::Device;
 
+use crate::ops::activation::PlainActivation;
 use crate::ops::case::OpCase;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
 use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
-use crate::ops::{glu, rms_norm};
+use crate::ops::{activation, glu, rms_norm};
 
 /// Returns the sectors' worth of bytes per request, on average over all launches of a case in both
 /// dtypes.
@@ -30,11 +31,13 @@ fn activations_move_16_bytes_a_lane() {
     let (heads, norm) = (Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 }, Some(KINDS[0].0));
     let frozen = RotaryCase { rows: 4, heads, half: 64, interleaved: false, norm, trained: false };
     let [rotary, rotary_backward] = frozen.cases("");
+    let [activate, activate_backward] = activation::cases::shaped("", PlainActivation::Gelu, 1.0, (4, 2048));
     let [glu, glu_backward] = glu::cases::shaped("", Activation::Silu, 1.0, (4, 2048));
     let norm = rms_norm::cases::forward_case(String::new(), KINDS[0].0, (4, 2048));
     let frozen = Extras { residual: true, normed: true, dweight: false };
     let norm_backward = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (4, 2048), frozen);
-    for case in [rotary, rotary_backward, glu, glu_backward, norm, norm_backward] {
+    for case in [rotary, rotary_backward, glu, glu_backward, activate, activate_backward, norm, norm_backward]
+    {
         let what = case.op;
         let sectors = sectors_of_a_request(case);
         assert!(sectors > 15.0, "{what}: {sectors} sectors a request");
