@@ -1132,6 +1132,20 @@ fn a_model_that_llama_cpp_cannot_compute() {
 }
 
 #[test]
+fn layers_that_llama_cpp_would_rotate() {
+    let place = Place::new();
+    let change = |config: &mut Json| config["no_rope_layers"] = json!([1, 0, 1, 1]);
+    std::fs::remove_dir_all(place.path("model")).unwrap();
+    copy_folder(noise("families/models/tiny-smollm3", change).path(), &place.path("model"));
+    assert_snapshot!(refused_gguf(&place, &[]), @"
+    exit 1
+    error: cannot export this model as GGUF
+      caused by: its layers without positions are [1] (`no_rope_layers`, `layer_types`); those of llama.cpp's smollm3 are [3]
+    hint: write `--format hf` for programs that read Hugging Face folders
+    ");
+}
+
+#[test]
 fn weights_that_do_not_fit() {
     let place = Place::new();
     let path = place.path("model/model.safetensors");

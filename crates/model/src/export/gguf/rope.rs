@@ -159,6 +159,34 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
     }
 }
 
+/// Returns the keys of yarn; `reads_ramp`: those of its ramp too.
+fn yarn(
+    spec: &RopeSpec<'_>,
+    rope: &Rope,
+    factor: f64,
+    reads_ramp: bool,
+) -> Result<Vec<(&'static str, MetadataValue)>> {
+    let mut keys = vec![
+        ("type", MetadataValue::Text("yarn".into())),
+        ("factor", MetadataValue::F32(factor as f32)),
+        ("original_context_length", count("original context", rope.trained_positions)?),
+    ];
+    // llama.cpp applies the paper's factor itself, and multiplies it by the key.
+    let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+    let rest = f64::from(rope.attention_factor) / natural;
+    if (rest - 1.0).abs() > 1e-6 {
+        keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+    }
+    let ramp = [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")];
+    for (setting, key) in ramp.into_iter().filter(|_| reads_ramp) {
+        // A zero counts as absent.
+        if let Some(beta) = spec.number(setting).filter(|beta| *beta != 0.0) {
+            keys.push((key, MetadataValue::F32(beta as f32)));
+        }
+    }
+    Ok(keys)
+}
+
 fn scale(
     config: &ModelConfig,
     spec: &RopeSpec<'_>,
@@ -178,20 +206,8 @@ fn scale(
             set("factor", MetadataValue::F32(factor as f32));
         }
         "yarn" => {
-            set("type", MetadataValue::Text("yarn".into()));
-            set("factor", MetadataValue::F32(factor as f32));
-            set("original_context_length", count("original context", rope.trained_positions)?);
-            // llama.cpp applies the paper's factor itself, and multiplies it by the key.
-            let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
-            let rest = f64::from(rope.attention_factor) / natural;
-            if (rest - 1.0).abs() > 1e-6 {
-                set("attn_factor", MetadataValue::F32(rest as f32));
-            }
-            for key in ["beta_fast", "beta_slow"].iter().filter(|_| config.family.gguf.reads_yarn_ramp) {
-                if let Some(beta) = spec.number(key).filter(|beta| *beta != 0.0) {
-                    set(&format!("yarn_{key}"), MetadataValue::F32(beta as f32));
-                }
-            }
+            let keys = yarn(spec, rope, factor, config.family.gguf.reads_yarn_ramp)?;
+            keys.into_iter().for_each(|(key, value)| set(key, value));
         }
         "llama3" => {
             let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);

@@ -56,7 +56,7 @@ pub(super) struct PlannedTensor {
     pub(super) stored: String,
     /// The row of the stored tensor that is its first.
     pub(super) first_row: usize,
-    /// Its shape.
+    /// Its shape in the file.
     pub(super) shape: Vec<usize>,
     /// The change of values between checkpoint and file.
     pub(super) change: TensorChange,

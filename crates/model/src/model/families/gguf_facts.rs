@@ -29,7 +29,7 @@ pub struct GgufFacts {
     pub attention_softcap: GgufSoftcap,
     /// The soft-cap on logits.
     pub logit_softcap: GgufSoftcap,
-    /// Whether the head must be (true) or must not be (false) the embedding; `None`: either.
+    /// True if the head must be the embedding, false if it must not; `None`: either.
     pub tied_head: Option<bool>,
     /// The sliding windows; `None`: every layer attends to all previous tokens.
     pub windows: Option<GgufWindows>,
@@ -107,7 +107,7 @@ pub enum GgufLocalRope {
 /// The layers without positions in an architecture of llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufNoPositions {
-    /// No layer.
+    /// None of the layers.
     Never,
     /// All layers or none, by a key.
     AllByKey,
