@@ -420,34 +420,11 @@ fn what_an_architecture_has_no_key_for() {
         yarn[key] = value;
         ("rope_parameters", yarn)
     };
-    let plain = json!({ "rope_type": "default", "rope_theta": 1e4 });
-    let bases = json!({ "full_attention": { "rope_type": "default", "rope_theta": 5e5 }, "sliding_attention": plain });
+    let bases =
+        json!({ "full_attention": { "rope_theta": 5e5 }, "sliding_attention": { "rope_theta": 1e4 } });
     let llama3 = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64 });
-    let cases: [(&str, &[(&str, Json)], &str); 17] = [
-        ("smollm3", &[("no_rope_layers", json!([1, 0, 1, 1]))], "layers without positions are [1]"),
-        ("smollm3", &[("attention_bias", json!(true))], "a bias in o_proj"),
-        ("smollm3", &[("mlp_bias", json!(true))], "biases in the MLP"),
-        (
-            "smollm3",
-            &[("rope_scaling", llama3.clone())],
-            "smollm3 cannot compute `rope_scaling` of type \"llama3\"",
-        ),
-        ("seed-oss", &[("attention_out_bias", json!(true))], "a bias in o_proj"),
-        ("seed-oss", &[("mlp_bias", json!(true))], "biases in the MLP"),
-        ("ernie4-5", &[("use_bias", json!(true))], "biases in the MLP"),
-        ("glm4", &[("rope_scaling", llama3)], "glm4 cannot compute"),
-        ("olmo2", &[("tie_word_embeddings", json!(true))], "`tie_word_embeddings` true"),
-        ("olmo2", &[("head_dim", json!(8))], "heads of 32 columns in total, not hidden_size 64"),
-        ("olmo3", &[("rope_parameters", bases)], "`rope_theta` is 10000 in sliding layers and 500000"),
-        ("exaone4", &[], "heads of 64 columns in total, not hidden_size 48"),
-        ("exaone4", &[("head_dim", json!(12))], "`sliding_window` is 8 and `num_hidden_layers` 4"),
-        ("ministral3", &[("rope_parameters", json!(null))], "accepted: as `rope_parameters` in config.json"),
-        ("ministral3", &[yarn("truncate", json!(false))], "of type \"yarn\""),
-        ("ministral3", &[("original_max_position_embeddings", json!(32))], "grow from 16 positions"),
-        ("ministral3", &[yarn("rope_type", json!("default"))], "grow from 16 positions"),
-    ];
-    for (model, keys, fault) in cases {
+    let refuses = |model: &str, keys: &[(&str, Json)], fault: &str| {
         let folder = noise(&format!("families/models/tiny-{model}"), changes(keys));
         let place = tempfile::tempdir().unwrap();
         let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).unwrap_err();
@@ -455,10 +432,41 @@ fn what_an_architecture_has_no_key_for() {
         assert!(refused.to_string().contains("cannot export this model as GGUF"), "{model}: {refused}");
         assert!(causes.contains(fault), "{model}: {causes}");
         assert!(!place.path().join("m.gguf").exists());
-    }
+    };
+    refuses("smollm3", &[("no_rope_layers", json!([1, 0, 1, 1]))], "layers without positions are [1]");
+    refuses("smollm3", &[("attention_bias", json!(true))], "a bias in o_proj");
+    refuses("smollm3", &[("mlp_bias", json!(true))], "biases in the MLP");
+    refuses(
+        "smollm3",
+        &[("rope_scaling", llama3.clone())],
+        "smollm3 cannot compute `rope_scaling` of type \"llama3\"",
+    );
+    refuses("seed-oss", &[("attention_out_bias", json!(true))], "a bias in o_proj");
+    refuses("seed-oss", &[("mlp_bias", json!(true))], "biases in the MLP");
+    refuses("ernie4-5", &[("use_bias", json!(true))], "biases in the MLP");
+    refuses("glm4", &[("rope_scaling", llama3)], "glm4 cannot compute");
+    refuses("olmo2", &[("tie_word_embeddings", json!(true))], "`tie_word_embeddings` true");
+    refuses("olmo2", &[("head_dim", json!(8))], "heads of 32 columns in total, not hidden_size 64");
+    refuses("olmo3", &[("rope_parameters", bases)], "`rope_theta` is 10000 in sliding layers and 500000");
+    refuses("exaone4", &[], "heads of 64 columns in total, not hidden_size 48");
+    refuses("exaone4", &[("head_dim", json!(12))], "`sliding_window` is 8 and `num_hidden_layers` 4");
+    let of_32b = [("head_dim", json!(12)), ("num_hidden_layers", json!(64)), ("layer_types", json!(null))];
+    let no_window = [&of_32b[..], &[("sliding_window", json!(null))]].concat();
+    refuses("exaone4", &no_window, "`sliding_window` is null and `num_hidden_layers` 64");
+    refuses(
+        "ministral3",
+        &[("rope_parameters", json!(null))],
+        "accepted: as `rope_parameters` in config.json",
+    );
+    refuses("ministral3", &[yarn("truncate", json!(false))], "of type \"yarn\"");
+    refuses("ministral3", &[("original_max_position_embeddings", json!(32))], "grow from 16 positions");
+    refuses("ministral3", &[yarn("rope_type", json!("default"))], "grow from 16 positions");
     let folder = noise("families/models/tiny-ministral3", changes(&[yarn("beta_fast", json!(4.0))]));
     let (_place, read) = exported(folder.path(), "bf16");
     assert_eq!(read.value("mistral3.rope.scaling.yarn_beta_fast").to_f32().unwrap(), 4.0);
+    let folder = noise("families/models/tiny-ministral3", changes(&[yarn("llama_4_scaling_beta", json!(0))]));
+    let (_place, read) = exported(folder.path(), "bf16");
+    assert!(!read.has("mistral3.attention.temperature_scale"));
 }
 
 #[test]

@@ -171,9 +171,14 @@ impl Rope {
         self.inv_freq.iter().any(|frequency| *frequency != 0.0)
     }
 
-    /// Sets the growth of queries by `llama_4_scaling_beta` and `original_max_position_embeddings`.
+    /// Sets the growth of queries by `llama_4_scaling_beta` and `original_max_position_embeddings`;
+    /// models without growth have a beta of 0.
     pub(super) fn with_query_growth(mut self, s: &ConfigReader<'_>) -> Result<Self> {
-        if let Some(beta) = s.above_zero("llama_4_scaling_beta")? {
+        let beta = s.f64_or("llama_4_scaling_beta", 0.0)?;
+        if beta < 0.0 {
+            return Err(refused("llama_4_scaling_beta", beta, "0 or above"));
+        }
+        if beta > 0.0 {
             let original = needed(s, "original_max_position_embeddings")? as usize;
             self.query_growth = Some(QueryGrowth { beta, original: original.max(1) });
         }
