@@ -24,33 +24,28 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from check_outputs import FAMILIES, Family
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-SETS = [GOLDEN / "models", GOLDEN / "families" / "models"]
-MODELS = {path.name.removeprefix("tiny-"): path for folder in SETS for path in sorted(folder.glob("tiny-*"))}
-FAMILIES = sorted(MODELS)
 LIMIT = 1e-4
 
 
-def kinds(family, config):
+def kinds(family):
     """Settings of LoraConfig by name; `resize` holds tokens to add before."""
-    fused = family == "phi3"
-    attention = ["qkv_proj", "o_proj"] if fused else ["q_proj", "v_proj"]
-    gate = "gate_up_proj" if fused else "gate_proj"
+    attention, mlp, gate, down = family.attention, family.mlp, family.gate, family.down
     linear = dict(target_modules="all-linear")
-    table = config["vocab_size"]
+    table = family.config["vocab_size"]
     tokens = [3, table - 1, 0, 17]
     embedding, head = dict(target_modules=[*attention, "embed_tokens"]), dict(target_modules=[*attention, "lm_head"])
     both = dict(target_modules=[*attention, "embed_tokens", "lm_head"])
     patterns = dict(
-        rank_pattern={"down_proj": 2, f"layers.0.mlp.{gate}": 7}, alpha_pattern={r".*\.1\.self_attn\.o_proj": 3}
+        rank_pattern={down: 2, f"layers.0.{mlp}.{gate}": 7}, alpha_pattern={r".*\.1\.self_attn\.o_proj": 3}
     )
     all_kinds = {
         "lora": linear,
         "rslora": dict(**linear, use_rslora=True),
         "patterns": dict(**linear, **patterns),
         "patterns, rslora": dict(**linear, **patterns, use_rslora=True),
-        "regex": dict(target_modules=r".*\.0\..*(o_proj|down_proj)"),
+        "regex": dict(target_modules=rf".*\.0\..*(o_proj|{down})"),
         "layers": dict(target_modules=attention, layers_to_transform=[1], layers_pattern="layers"),
         "exclude": dict(**linear, exclude_modules=["o_proj"]),
         "gaussian": dict(**linear, init_lora_weights="gaussian"),
@@ -60,7 +55,7 @@ def kinds(family, config):
         "dora on tables": dict(**both, use_dora=True),
         "saved head": dict(target_modules=attention, modules_to_save=["lm_head"]),
         "saved embedding": dict(target_modules=attention, modules_to_save=["embed_tokens"]),
-        "saved norms": dict(target_modules=attention, modules_to_save=["norm", "input_layernorm"]),
+        "saved norms": dict(target_modules=attention, modules_to_save=["norm", family.norm]),
         "embedding": embedding,
         "embedding, rslora": dict(**embedding, use_rslora=True),
         "head": head,
@@ -83,7 +78,7 @@ def kinds(family, config):
             target_modules=attention, resize=table + 5, trainable_token_indices=[1, table, table + 4]
         ),
     }
-    if config["tie_word_embeddings"]:
+    if family.tied:
         tied = dict(ensure_weight_tying=True)
         all_kinds |= {
             # PEFT saves no head of its own beside an embedding with LoRA: with two tables the new
@@ -97,19 +92,8 @@ def kinds(family, config):
     return all_kinds
 
 
-def load(folder):
-    """Returns a model in f32; fails for each tensor that does not belong to it."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    wrong = {kind: names for kind, names in info.items() if names}
-    if wrong:
-        raise AssertionError(f"{folder}: {wrong}")
-    return model.eval()
-
-
 def base(family, resize):
-    model = load(MODELS[family])
+    model = family.load()
     if resize:
         model.resize_token_embeddings(resize, mean_resizing=False)
     return model
@@ -164,7 +148,7 @@ def check(binary, family, place, settings):
         if refused(error):
             return str(error).splitlines()[0]
         raise
-    command = [binary, "merge", "--model", MODELS[family], "--adapter", adapter]
+    command = [binary, "merge", "--model", family.folder, "--adapter", adapter]
     command += ["--output", merged, "--dtype", "f32", "--base", "original", "--offline"]
     done = subprocess.run(list(map(str, command)), capture_output=True, check=False)
     if done.returncode != 0:
@@ -172,7 +156,7 @@ def check(binary, family, place, settings):
     record = json.loads((merged / "merge.json").read_text())
     if record["adapter"] != str(adapter):
         raise AssertionError(f"merge.json: {record}")
-    return (logits(load(merged)) - theirs).abs().max().item()
+    return (logits(family.load(merged)) - theirs).abs().max().item()
 
 
 def main():
@@ -189,13 +173,13 @@ def main():
     found, failures = {}, []
     binary = Path(args.finetune).resolve()
     for family in args.families:
-        config = json.loads((MODELS[family] / "config.json").read_text())
-        for kind, settings in kinds(family, config).items():
+        model = Family(family)
+        for kind, settings in kinds(model).items():
             if args.only and kind not in args.only:
                 continue
             place = Path(tempfile.mkdtemp())
             try:
-                value = check(binary, family, place, settings)
+                value = check(binary, model, place, settings)
                 found.setdefault(kind, {})[family] = value
                 if isinstance(value, float) and not value <= LIMIT:
                     failures.append(f"{family} {kind}: logits differ by {value:.3g}, limit {LIMIT:g}")

@@ -3,6 +3,7 @@
 by llama-cpp-python.
 
     python scripts/check_gguf.py --binary target/release/finetune tests/golden/models/tiny-* \
+        tests/golden/families/models/tiny-[!e]* tests/golden/families/models/tiny-ernie* \
         --adapter tests/golden/models/tiny-llama=tests/golden/train/lora/adapter_final
 
 Needs llama-cpp-python, tokenizers, numpy and safetensors, and the binary. For each model folder:
@@ -48,7 +49,7 @@ Lily laughed. She gave the dog a cookie, and the dog gave her the ball. From tha
 friends, and they played together in the park every day."""
 MIXED = "Hello, world! 123 4567 — naïve café\n\n  two  spaces\ttab 'tis they're I'LL 北京 🙂 x=y+1;"
 TYPES = ["q4_0", "q4_k_m", "q5_k_m", "q6_k"]
-NO_WINDOW = {"mistral", "phi3", "qwen2", "qwen3"}
+NO_WINDOW = {"mistral", "ministral", "phi3", "qwen2", "qwen3"}
 F32, NEW_TOKENS = 0, 40
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import peft
+import safetensors
 import safetensors.torch
 import tokenizers
 import torch
@@ -60,9 +61,20 @@ class Family:
         self.folder = MODELS[self.name]
         self.config = json.loads((self.folder / "config.json").read_text())
         self.tied = self.config["tie_word_embeddings"]
-        fused = self.name == "phi3"
-        self.attention = ["qkv_proj", "o_proj"] if fused else ["q_proj", "v_proj"]
-        self.gate = "gate_up_proj" if fused else "gate_proj"
+        modules = set()
+        for path in self.folder.glob("*.safetensors"):
+            with safetensors.safe_open(path, "pt") as file:
+                modules |= {part for name in file.keys() for part in name.split(".")}
+        self.attention = ["qkv_proj", "o_proj"] if "qkv_proj" in modules else ["q_proj", "v_proj"]
+        self.mlp, self.gate, self.down, self.norm = (
+            next(name for name in names if name in modules)
+            for names in (
+                ("mlp", "shared_mlp"),
+                ("gate_proj", "gate_up_proj", "input_linear"),
+                ("down_proj", "output_linear"),
+                ("input_layernorm", "post_attention_layernorm"),
+            )
+        )
 
     def load(self, folder=None, dtype=torch.float32):
         """Returns a model in f32; fails for each tensor that does not belong to it."""
@@ -265,9 +277,9 @@ class Checks:
 
     def adapter_kinds(self):
         """Settings of [adapter]."""
-        attention, gate = self.family.attention, self.family.gate
+        attention, mlp, gate, down = self.family.attention, self.family.mlp, self.family.gate, self.family.down
         patterns = {
-            "adapter__rank_pattern": f'{{"down_proj" = 3, "layers.0.mlp.{gate}" = 5}}',
+            "adapter__rank_pattern": f'{{"{down}" = 3, "layers.0.{mlp}.{gate}" = 5}}',
             "adapter__alpha_pattern": '{"o_proj" = 7.5}',
         }
         return {
@@ -277,7 +289,7 @@ class Checks:
             "patterns": patterns,
             "patterns and rslora": {**patterns, "adapter__use_rslora": "true"},
             "two modules": {"adapter__target_modules": json.dumps(attention)},
-            "without": {"adapter__exclude_modules": '["layers.1.mlp.down_proj", "o_proj"]'},
+            "without": {"adapter__exclude_modules": f'["layers.1.{mlp}.{down}", "o_proj"]'},
             "head": {"adapter__modules_to_save": '["lm_head"]'},
             "embedding": {"adapter__modules_to_save": '["embed_tokens"]'},
             "embedding and head": {"adapter__modules_to_save": '["embed_tokens", "lm_head"]'},
@@ -360,21 +372,21 @@ class Checks:
 
     def peft_kinds(self):
         """Settings of LoraConfig."""
-        attention, gate = self.family.attention, self.family.gate
+        attention, mlp, gate, down = self.family.attention, self.family.mlp, self.family.gate, self.family.down
         kinds = {
             "plain": dict(target_modules=attention),
             "all-linear": dict(target_modules="all-linear", use_rslora=True, lora_dropout=0.1),
             "patterns": dict(
                 target_modules="all-linear",
-                rank_pattern={"down_proj": 2, f"layers.0.mlp.{gate}": 7},
+                rank_pattern={down: 2, f"layers.0.{mlp}.{gate}": 7},
                 alpha_pattern={r".*\.1\.self_attn\.o_proj": 3},
             ),
-            "a regex": dict(target_modules=r".*\.0\..*(o_proj|down_proj)"),
+            "a regex": dict(target_modules=rf".*\.0\..*(o_proj|{down})"),
             "a layer": dict(target_modules=attention, layers_to_transform=[1], layers_pattern="layers"),
             "without": dict(target_modules="all-linear", exclude_modules=["o_proj"]),
             "head": dict(target_modules=attention, modules_to_save=["lm_head"]),
             "embedding": dict(target_modules=attention, modules_to_save=["embed_tokens"]),
-            "norms": dict(target_modules=attention, modules_to_save=["norm", "input_layernorm"]),
+            "norms": dict(target_modules=attention, modules_to_save=["norm", self.family.norm]),
             "dora": dict(target_modules="all-linear", use_dora=True),
             "on the embedding": dict(target_modules=[*attention, "embed_tokens"]),
             "on the head": dict(target_modules=[*attention, "lm_head"]),

@@ -110,16 +110,53 @@ fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
     (place, read)
 }
 
+/// Names and folders of the golden models that llama.cpp computes: all but tiny-exaone4, whose
+/// heads are not as wide as the model.
+fn exported_models() -> Vec<(String, PathBuf)> {
+    let all = ["models", "families/models"].map(|set| {
+        let names = tiny_models(set).into_iter().filter(|name| name != "tiny-exaone4");
+        names.map(|name| (name.clone(), golden(set).join(name))).collect::<Vec<_>>()
+    });
+    all.concat()
+}
+
 fn arch(model: &str) -> &str {
     match model {
-        "tiny-llama" | "tiny-llama3" | "tiny-mistral" => "llama",
+        "tiny-llama" | "tiny-llama3" | "tiny-mistral" | "tiny-ministral" => "llama",
+        "tiny-granite4" | "tiny-granite4-nope" => "granite",
+        "tiny-ministral3" => "mistral3",
+        "tiny-olmo3" => "olmo2",
+        "tiny-phi4-mini" => "phi3",
+        "tiny-ernie4-5" => "ernie4_5",
+        "tiny-seed-oss" => "seed_oss",
         other => other.strip_prefix("tiny-").unwrap(),
     }
 }
 
+/// Returns the tensors of a folder, with Granite 4's gate and up apart under Llama's names:
+/// llama.cpp's granite has no tensor for both.
+fn stored_apart(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let mut tensors = stored(folder);
+    let both: Vec<String> = tensors.keys().filter(|name| name.contains("shared_mlp")).cloned().collect();
+    for name in both {
+        let (shape, mut values) = tensors.remove(&name).unwrap();
+        let renamed =
+            |from: &str, to: &str| name.replace(&format!("shared_mlp.{from}"), &format!("mlp.{to}"));
+        if name.contains("output_linear") {
+            tensors.insert(renamed("output_linear", "down_proj"), (shape, values));
+            continue;
+        }
+        let up = values.split_off(values.len() / 2);
+        let half = vec![shape[0] / 2, shape[1]];
+        tensors.insert(renamed("input_linear", "gate_proj"), (half.clone(), values));
+        tensors.insert(renamed("input_linear", "up_proj"), (half, up));
+    }
+    tensors
+}
+
 /// llama.cpp's name of a tensor, from its tensor_mapping.py.
 fn gguf_name(model: &str, name: &str) -> String {
-    let gemma = model.contains("gemma");
+    let after_attention = ["gemma", "olmo", "exaone", "seed"].iter().any(|family| model.contains(family));
     let name = name.replace("model.layers.", "blk.").replace("model.embed_tokens", "token_embd");
     let name = name.replace("model.norm", "output_norm").replace("lm_head", "output");
     let pairs = [
@@ -135,7 +172,9 @@ fn gguf_name(model: &str, name: &str) -> String {
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
         ("input_layernorm", "attn_norm"),
-        ("post_attention_layernorm", if gemma { "post_attention_norm" } else { "ffn_norm" }),
+        ("post_self_attn_layernorm", "post_attention_norm"),
+        ("post_mlp_layernorm", "post_ffw_norm"),
+        ("post_attention_layernorm", if after_attention { "post_attention_norm" } else { "ffn_norm" }),
         ("pre_feedforward_layernorm", "ffn_norm"),
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ];
@@ -143,10 +182,11 @@ fn gguf_name(model: &str, name: &str) -> String {
 }
 
 /// Returns the exact values expected in the file: `reshape(heads, 2, d / 2, …).swapaxes(1, 2)` for
-/// q and k of the llama architecture; 1 + w for gemma's norms.
+/// q and k of the architectures that rotate neighbours, unless the family does so itself; 1 + w for
+/// gemma's norms.
 fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32]) -> Vec<f32> {
     let heads = match name {
-        _ if arch(model) != "llama" => None,
+        _ if !["llama", "granite", "smollm3", "mistral3"].contains(&arch(model)) => None,
         name if name.contains("q_proj") => config["num_attention_heads"].as_u64(),
         name if name.contains("k_proj") => config["num_key_value_heads"].as_u64(),
         _ => None,
@@ -179,16 +219,20 @@ fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32
 
 #[test]
 fn f32_holds_every_family_to_the_bit() {
-    for model in tiny_models().iter().map(String::as_str) {
-        let folder = golden("models").join(model);
+    for (model, folder) in exported_models() {
+        let model = model.as_str();
         let (_place, read) = exported(&folder, "f32");
         assert!(matches!(read.content.magic, VersionedMagic::GgufV3), "{model}");
         assert_eq!(read.content.tensor_data_offset % 32, 0);
         assert!(read.content.tensor_infos.values().all(|info| info.offset % 32 == 0));
         assert_eq!(std::fs::metadata(&read.path).unwrap().len() % 32, 0, "the last tensor is padded too");
         let config = read_json(&folder.join("config.json"));
-        let tensors = stored(&folder);
-        let made = if model == "tiny-llama3" { 1 } else { 0 };
+        let tensors = stored_apart(&folder);
+        let made = match model {
+            "tiny-llama3" => 1,
+            "tiny-phi4-mini" => 2,
+            _ => 0,
+        };
         assert_eq!(read.content.tensor_infos.len(), tensors.len() + made, "{model}");
         for (name, (shape, values)) in &tensors {
             let ours = gguf_name(model, name);
@@ -230,11 +274,12 @@ fn the_default_type_loses_nothing() {
 
 #[test]
 fn keys_say_what_config_json_says() {
-    for model in tiny_models().iter().map(String::as_str) {
-        let folder = golden("models").join(model);
+    for (model, folder) in exported_models() {
+        let model = model.as_str();
         let config = read_json(&folder.join("config.json"));
         let (_place, read) = exported(&folder, "f32");
         let arch = arch(model);
+        let of_granite4 = if model.contains("granite4") { "shared_" } else { "" };
         assert_eq!(read.text("general.architecture"), arch);
         assert_eq!(read.text("general.type"), "model");
         assert_eq!((read.number("general.file_type"), read.number("general.quantization_version")), (0, 2));
@@ -243,7 +288,7 @@ fn keys_say_what_config_json_says() {
             ("context_length", "max_position_embeddings"),
             ("embedding_length", "hidden_size"),
             ("block_count", "num_hidden_layers"),
-            ("feed_forward_length", "intermediate_size"),
+            ("feed_forward_length", &format!("{of_granite4}intermediate_size")),
             ("attention.head_count", "num_attention_heads"),
             ("attention.head_count_kv", "num_key_value_heads"),
         ] {
@@ -253,8 +298,10 @@ fn keys_say_what_config_json_says() {
                 "{model}: {key}"
             );
         }
-        let head_dim = config["head_dim"].as_u64().unwrap_or(16);
-        for key in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
+        let size = |key: &str| config[key].as_u64().unwrap();
+        let head_dim =
+            config["head_dim"].as_u64().unwrap_or_else(|| size("hidden_size") / size("num_attention_heads"));
+        for key in ["attention.key_length", "attention.value_length"] {
             assert_eq!(u64::from(read.number(&format!("{arch}.{key}"))), head_dim, "{model}: {key}");
         }
         let float = |key: &str| read.value(&format!("{arch}.{key}")).to_f32().unwrap();
@@ -262,14 +309,164 @@ fn keys_say_what_config_json_says() {
             float("attention.layer_norm_rms_epsilon"),
             config["rms_norm_eps"].as_f64().unwrap() as f32
         );
+        if model == "tiny-granite4-nope" {
+            assert!(!read.value("granite.rope.scaling.finetuned").to_bool().unwrap());
+            continue;
+        }
+        let rotated = match model {
+            "tiny-glm4" => 8,
+            "tiny-phi4-mini" => 12,
+            _ => head_dim,
+        };
+        assert_eq!(u64::from(read.number(&format!("{arch}.rope.dimension_count"))), rotated, "{model}");
         let theta = match model {
-            "tiny-llama3" => 5e5,
-            "tiny-qwen2" | "tiny-qwen3" | "tiny-gemma3" => 1e6,
+            "tiny-llama3" | "tiny-olmo2" | "tiny-olmo3" | "tiny-ernie4-5" => 5e5,
+            "tiny-qwen2" | "tiny-qwen3" | "tiny-gemma3" | "tiny-ministral" | "tiny-ministral3" => 1e6,
+            "tiny-smollm3" => 5e6,
+            "tiny-seed-oss" => 1e7,
             _ => 1e4,
         };
         assert_eq!(float("rope.freq_base"), theta, "{model}");
-        assert!(!read.has(&format!("{arch}.rope.scaling.type")), "{model}");
+        let is_scaled = ["tiny-ministral3", "tiny-olmo3", "tiny-phi4-mini"].contains(&model);
+        assert_eq!(read.has(&format!("{arch}.rope.scaling.type")), is_scaled, "{model}");
     }
+}
+
+/// The keys that only some architectures read (src/models/granite.cpp, mistral3.cpp, olmo2.cpp).
+/// llama.cpp multiplies yarn's factor of the paper, 0.1 · ln(factor) + 1, by `attn_factor`.
+#[test]
+fn keys_of_one_architecture() {
+    let paper = |factor: f64| (0.1 * factor.ln() + 1.0) as f32;
+    let granite =
+        [("embedding_scale", 6.0), ("attention.scale", 0.11), ("residual_scale", 0.4), ("logit_scale", 3.0)];
+    let ministral3 = [
+        ("attention.temperature_scale", 0.1),
+        ("rope.scaling.factor", 16.0),
+        ("rope.scaling.attn_factor", 1.0 / paper(16.0)),
+        ("rope.scaling.yarn_beta_fast", 32.0),
+        ("rope.scaling.yarn_beta_slow", 1.0),
+    ];
+    let olmo3 = [
+        ("rope.scaling.factor", 8.0),
+        ("rope.scaling.attn_factor", 1.2 / paper(8.0)),
+        ("rope.freq_base_swa", 5e5),
+    ];
+    for (model, keys) in [
+        ("tiny-granite", &granite[..]),
+        ("tiny-granite4", &granite),
+        ("tiny-granite4-nope", &granite),
+        ("tiny-ministral3", &ministral3),
+        ("tiny-olmo3", &olmo3),
+    ] {
+        let (_place, read) = exported(&golden("families/models").join(model), "bf16");
+        for (key, wanted) in keys {
+            let found = read.value(&format!("{}.{key}", arch(model))).to_f32().unwrap();
+            assert!((found - wanted).abs() <= 1e-6 * wanted, "{model}: {key} is {found}, not {wanted}");
+        }
+    }
+    let open = |model: &str| exported(&golden("families/models").join(model), "bf16");
+    let (_place, read) = open("tiny-ministral3");
+    assert_eq!(read.number("mistral3.rope.scaling.original_context_length"), 16);
+    let (_place, read) = open("tiny-olmo3");
+    assert_eq!(read.number("olmo2.rope.scaling.original_context_length"), 32);
+    assert_eq!(read.number("olmo2.attention.sliding_window"), 8);
+    assert!(!read.has("olmo2.attention.sliding_window_pattern"), "three of four layers slide without a key");
+    let (_place, read) = open("tiny-olmo2");
+    assert!(!read.has("olmo2.attention.sliding_window") && !read.has("olmo2.rope.freq_base_swa"));
+    let (_place, read) = open("tiny-granite");
+    assert!(!read.has("granite.rope.scaling.finetuned"), "positions are the default");
+}
+
+/// llama.cpp slides at the 64 layers of the 32B model alone, which also leaves out the positions
+/// of the other layers.
+#[test]
+fn exaone4_slides_at_64_layers() {
+    let small = |config: &mut Json| {
+        config["head_dim"] = json!(12);
+        config["sliding_window"] = json!(null);
+        config["layer_types"] = json!(vec!["full_attention"; 4]);
+    };
+    let large = |config: &mut Json| {
+        config["head_dim"] = json!(12);
+        config["num_hidden_layers"] = json!(64);
+        config["layer_types"] = json!(null);
+    };
+    for (window, change) in [(None, &small as &dyn Fn(&mut Json)), (Some(8), &large)] {
+        let folder = noise("families/models/tiny-exaone4", change);
+        let (_place, read) = exported(folder.path(), "f32");
+        let key = "exaone4.attention.sliding_window";
+        assert_eq!(read.has(key).then(|| read.number(key)), window);
+        assert!(!read.has("exaone4.attention.sliding_window_pattern"), "the last of four is the default");
+        assert_eq!(read.values("rope_freqs.weight").len(), 6);
+        let tensors = stored(folder.path());
+        assert_eq!(read.content.tensor_infos.len(), tensors.len() + 1);
+        for (name, (_, values)) in &tensors {
+            assert!(read.values(&gguf_name("tiny-exaone4", name)) == *values, "{name}");
+        }
+    }
+}
+
+/// Differences from llama.cpp's fixed choices of each architecture.
+#[test]
+fn what_an_architecture_has_no_key_for() {
+    let changes = |keys: &[(&str, Json)]| {
+        let keys: Vec<(String, Json)> =
+            keys.iter().map(|(key, value)| ((*key).into(), value.clone())).collect();
+        move |config: &mut Json| keys.iter().for_each(|(key, value)| config[key] = value.clone())
+    };
+    let yarn = |key: &str, value: Json| {
+        let mut yarn = json!({ "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+            "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1 });
+        yarn[key] = value;
+        ("rope_parameters", yarn)
+    };
+    let bases =
+        json!({ "full_attention": { "rope_theta": 5e5 }, "sliding_attention": { "rope_theta": 1e4 } });
+    let llama3 = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64 });
+    let refuses = |model: &str, keys: &[(&str, Json)], fault: &str| {
+        let folder = noise(&format!("families/models/tiny-{model}"), changes(keys));
+        let place = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).unwrap_err();
+        let causes = refused.causes().join("; ");
+        assert!(refused.to_string().contains("cannot export this model as GGUF"), "{model}: {refused}");
+        assert!(causes.contains(fault), "{model}: {causes}");
+        assert!(!place.path().join("m.gguf").exists());
+    };
+    refuses("smollm3", &[("no_rope_layers", json!([1, 0, 1, 1]))], "layers without positions are [1]");
+    refuses("smollm3", &[("attention_bias", json!(true))], "a bias in o_proj");
+    refuses("smollm3", &[("mlp_bias", json!(true))], "biases in the MLP");
+    refuses(
+        "smollm3",
+        &[("rope_scaling", llama3.clone())],
+        "smollm3 cannot compute `rope_scaling` of type \"llama3\"",
+    );
+    refuses("seed-oss", &[("attention_out_bias", json!(true))], "a bias in o_proj");
+    refuses("seed-oss", &[("mlp_bias", json!(true))], "biases in the MLP");
+    refuses("ernie4-5", &[("use_bias", json!(true))], "biases in the MLP");
+    refuses("glm4", &[("rope_scaling", llama3)], "glm4 cannot compute");
+    refuses("olmo2", &[("tie_word_embeddings", json!(true))], "`tie_word_embeddings` true");
+    refuses("olmo2", &[("head_dim", json!(8))], "heads of 32 columns in total, not hidden_size 64");
+    refuses("olmo3", &[("rope_parameters", bases)], "`rope_theta` is 10000 in sliding layers and 500000");
+    refuses("exaone4", &[], "heads of 64 columns in total, not hidden_size 48");
+    refuses("exaone4", &[("head_dim", json!(12))], "`sliding_window` is 8 and `num_hidden_layers` 4");
+    let of_32b = [("head_dim", json!(12)), ("num_hidden_layers", json!(64)), ("layer_types", json!(null))];
+    let no_window = [&of_32b[..], &[("sliding_window", json!(null))]].concat();
+    refuses("exaone4", &no_window, "`sliding_window` is null and `num_hidden_layers` 64");
+    refuses(
+        "ministral3",
+        &[("rope_parameters", json!(null))],
+        "accepted: as `rope_parameters` in config.json",
+    );
+    refuses("ministral3", &[yarn("truncate", json!(false))], "of type \"yarn\"");
+    refuses("ministral3", &[("original_max_position_embeddings", json!(32))], "grow from 16 positions");
+    refuses("ministral3", &[yarn("rope_type", json!("default"))], "grow from 16 positions");
+    let folder = noise("families/models/tiny-ministral3", changes(&[yarn("beta_fast", json!(4.0))]));
+    let (_place, read) = exported(folder.path(), "bf16");
+    assert_eq!(read.value("mistral3.rope.scaling.yarn_beta_fast").to_f32().unwrap(), 4.0);
+    let folder = noise("families/models/tiny-ministral3", changes(&[yarn("llama_4_scaling_beta", json!(0))]));
+    let (_place, read) = exported(folder.path(), "bf16");
+    assert!(!read.has("mistral3.attention.temperature_scale"));
 }
 
 #[test]
@@ -462,12 +659,19 @@ fn special_tokens_and_templates() {
 
 /// A llama with rows of 256 and 512 values of seeded noise, and tiny-llama's tokenizer.
 fn wide() -> tempfile::TempDir {
+    noise("models/tiny-llama", |config| {
+        (config["hidden_size"], config["intermediate_size"]) = (json!(256), json!(512));
+        config["num_hidden_layers"] = json!(8);
+    })
+}
+
+/// A copy of a golden model with a changed config.json, and weights of seeded noise to match.
+fn noise(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
-    copy_folder(&golden("models/tiny-llama"), place.path());
+    copy_folder(&golden(model), place.path());
     let path = place.path().join("config.json");
     let mut config = read_json(&path);
-    (config["hidden_size"], config["intermediate_size"]) = (json!(256), json!(512));
-    config["num_hidden_layers"] = json!(8);
+    change(&mut config);
     std::fs::write(&path, config.to_string()).unwrap();
     let mut state = 1u64;
     let mut noise = || {
@@ -627,6 +831,35 @@ fn an_adapter_is_the_sum_that_peft_merged() {
     }
     assert_eq!(read.content.tensor_infos.len(), 2 * changed);
     assert!(changed > 0);
+}
+
+/// Granite 4's gate and up are one module with LoRA, and two in llama.cpp: each has A and half of
+/// B's rows.
+#[test]
+fn an_adapter_on_gate_and_up_is_two() {
+    let (base, adapter) = ("families/models/tiny-granite4", "families/train/lora_granite4/adapter_final");
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.gguf");
+    let kind = "f32".parse().unwrap();
+    gguf::write_adapter(&config_of(&golden(base)), &golden(adapter), "a", kind, &path).unwrap();
+    let (read, tensors) = (Read::open(&path), stored(&golden(adapter)));
+    assert_eq!(read.text("general.architecture"), "granite");
+    for layer in 0..2 {
+        let of = |half: &str| {
+            let module = format!("base_model.model.model.layers.{layer}.shared_mlp.input_linear");
+            tensors[&format!("{module}.lora_{half}.weight")].clone()
+        };
+        let ((_, a), (shape, b)) = (of("A"), of("B"));
+        let (gate, up) = b.split_at(b.len() / 2);
+        for (name, b) in [("ffn_gate", gate), ("ffn_up", up)] {
+            let name = format!("blk.{layer}.{name}.weight");
+            assert!(read.values(&format!("{name}.lora_a")) == a, "{name}");
+            assert!(read.values(&format!("{name}.lora_b")) == b, "{name}");
+            let info = &read.content.tensor_infos[&format!("{name}.lora_b")];
+            assert_eq!(info.shape.dims(), [shape[0] / 2, shape[1]]);
+        }
+    }
+    assert_eq!(read.content.tensor_infos.len(), 2 * 2 * 5, "q, v, gate, up and down of 2 layers");
 }
 
 /// rsLoRA scales by alpha / √r, llama.cpp by alpha / r, so B carries the quotient.
@@ -904,6 +1137,20 @@ fn a_model_that_llama_cpp_cannot_compute() {
       caused by: llama.cpp's qwen2 cannot compute `rope_scaling` of type "llama3" as it is set here
     hint: write `--format hf` for programs that read Hugging Face folders
     "#);
+}
+
+#[test]
+fn layers_that_llama_cpp_would_rotate() {
+    let place = Place::new();
+    let change = |config: &mut Json| config["no_rope_layers"] = json!([1, 0, 1, 1]);
+    std::fs::remove_dir_all(place.path("model")).unwrap();
+    copy_folder(noise("families/models/tiny-smollm3", change).path(), &place.path("model"));
+    assert_snapshot!(refused_gguf(&place, &[]), @"
+    exit 1
+    error: cannot export this model as GGUF
+      caused by: its layers without positions are [1] (`no_rope_layers`, `layer_types`); those of llama.cpp's smollm3 are [3]
+    hint: write `--format hf` for programs that read Hugging Face folders
+    ");
 }
 
 #[test]

@@ -438,7 +438,7 @@ fn every_family_is_quantized() {
         (&["--kind", "fp4", "--block-size", "4096", "--no-double-quant"], 0.17),
         (&["--kind", "int8"], 0.005),
     ];
-    let models = tiny_models();
+    let models = tiny_models("models");
     for (model, (flags, widest)) in models.iter().flat_map(|model| kinds.map(|kind| (model, kind))) {
         let place = Place::with_model(model);
         quantize(&place, flags);

@@ -10,9 +10,9 @@ pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// Returns the names of the tiny golden models of the first set.
-pub(crate) fn tiny_models() -> Vec<String> {
-    let names = std::fs::read_dir(golden("models")).unwrap().map(|entry| entry.unwrap().file_name());
+/// Returns the names of the tiny golden models of a set, such as "models".
+pub(crate) fn tiny_models(set: &str) -> Vec<String> {
+    let names = std::fs::read_dir(golden(set)).unwrap().map(|entry| entry.unwrap().file_name());
     let names = names.map(|name| name.into_string().unwrap());
     names.filter(|name| name.starts_with("tiny-")).collect()
 }

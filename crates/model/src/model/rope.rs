@@ -49,7 +49,7 @@ pub struct Rope {
     /// True if neighbours in a head are pairs, not its halves.
     pub(super) interleaved: bool,
     /// The growth of queries with their positions, if any.
-    pub(super) query_growth: Option<QueryGrowth>,
+    pub(crate) query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.
     pub(super) settings: String,
 }
@@ -57,10 +57,10 @@ pub struct Rope {
 /// A factor on the query at `position`: `1 + beta · ln(1 + ⌊position / original⌋)` (transformers
 /// 5.24, `get_llama_4_attn_scale`).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct QueryGrowth {
-    pub(super) beta: f64,
+pub(crate) struct QueryGrowth {
+    pub(crate) beta: f64,
     /// The number of positions without growth.
-    pub(super) original: usize,
+    pub(crate) original: usize,
 }
 
 impl QueryGrowth {
@@ -166,9 +166,19 @@ impl Rope {
         }
     }
 
-    /// Sets the growth of queries by `llama_4_scaling_beta` and `original_max_position_embeddings`.
+    /// Returns whether it turns any columns.
+    pub(crate) fn has_positions(&self) -> bool {
+        self.inv_freq.iter().any(|frequency| *frequency != 0.0)
+    }
+
+    /// Sets the growth of queries by `llama_4_scaling_beta` and `original_max_position_embeddings`;
+    /// models without growth have a beta of 0.
     pub(super) fn with_query_growth(mut self, s: &ConfigReader<'_>) -> Result<Self> {
-        if let Some(beta) = s.above_zero("llama_4_scaling_beta")? {
+        let beta = s.f64_or("llama_4_scaling_beta", 0.0)?;
+        if beta < 0.0 {
+            return Err(refused("llama_4_scaling_beta", beta, "0 or above"));
+        }
+        if beta > 0.0 {
             let original = needed(s, "original_max_position_embeddings")? as usize;
             self.query_growth = Some(QueryGrowth { beta, original: original.max(1) });
         }

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use super::description::refused;
 use super::metadata::refuse_unknown;
-use super::tensors::{change, module_name};
+use super::tensors::{change, module_names};
 use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
@@ -63,7 +63,10 @@ pub fn write_adapter(
     let mut entries: Vec<TensorEntry> = Vec::with_capacity(parts.len());
     for part in &parts {
         let info = opened.info(&part.target.name, part.kind);
-        let shape = info.map(|info| info.shape.clone()).unwrap_or_default();
+        let mut shape = info.map(|info| info.shape.clone()).unwrap_or_default();
+        if let Some(rows) = shape.first_mut().filter(|_| part.kind == TensorKind::LoraB) {
+            *rows /= part.shares;
+        }
         entries.push(TensorEntry { name: part.name.clone(), shape, kind: block });
     }
     let mut exported = Exported::default();
@@ -76,12 +79,15 @@ pub fn write_adapter(
     Ok(exported)
 }
 
-/// A or B of a module's LoRA.
+/// A, or a share of B's rows, of a module's LoRA.
 struct LoraPart<'a> {
     name: String,
     target: &'a Target,
     module: ModelPart,
     kind: TensorKind,
+    /// The number of the share of B, and of all equal shares.
+    share: usize,
+    shares: usize,
 }
 
 fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> Result<Vec<LoraPart<'a>>> {
@@ -102,12 +108,15 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             }
             None => return Err(refused(format!("`{}` has no name in llama.cpp", target.name))),
         };
-        let name = module_name(module);
-        let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
-        parts.extend(halves.map(|(half, kind)| {
-            let name = format!("{name}.weight.{half}");
-            LoraPart { name, target, module, kind }
-        }));
+        let names = module_names(&config.family.gguf, module);
+        let shares = names.len();
+        for (share, name) in names.into_iter().enumerate() {
+            let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
+            parts.extend(halves.map(|(half, kind)| {
+                let name = format!("{name}.weight.{half}");
+                LoraPart { name, target, module, kind, share, shares }
+            }));
+        }
     }
     Ok(parts)
 }
@@ -123,9 +132,11 @@ impl LoraPart<'_> {
         let &[rows, row] = entry.shape.as_slice() else {
             return Err(Error::internal(format!("`{}` has shape {:?}", entry.name, entry.shape)));
         };
+        let is_b = self.kind == TensorKind::LoraB;
+        let first_row = if is_b { self.share * rows } else { 0 };
         let mut values = vec![0f32; rows * row];
-        opened.read_into(&self.target.name, self.kind, &mut values)?;
-        if self.kind == TensorKind::LoraB {
+        opened.read_part(&self.target.name, self.kind, first_row * row, &mut values)?;
+        if is_b {
             let change = change(config, self.module);
             let factor = self.target.scale * self.target.r as f64 / alpha * f64::from(change.factor);
             let rows = (0..rows).map(|at| change.source_row(at, rows));

@@ -9,9 +9,9 @@ use serde_json::{Map, Value as Json};
 use super::description::{ModelDescription, count, refused};
 use super::rope;
 use super::types::GgufType;
-use super::writer::MetadataValue;
+use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::Result;
-use crate::model::{GgufWindows, ModelConfig};
+use crate::model::{GgufSliding, GgufWindows, ModelConfig, TokenMixer};
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
@@ -60,9 +60,24 @@ pub(super) fn describe(
             metadata.set(format!("{arch}.{key}"), MetadataValue::F32(cap as f32));
         }
     }
+    factors(config, arch, metadata);
     windows(config, arch, &mut description)?;
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
+}
+
+/// Sets the factors of an architecture that has keys for them.
+fn factors(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) {
+    let Some(block) = config.blocks.first().filter(|_| config.family.gguf.reads_factors) else { return };
+    let TokenMixer::Attention(attention) = &block.token_mixer;
+    for (key, factor) in [
+        ("embedding_scale", config.embedding_factor),
+        ("attention.scale", attention.scale),
+        ("residual_scale", block.residual_factor),
+        ("logit_scale", 1.0 / config.logit_factor),
+    ] {
+        metadata.set(format!("{arch}.{key}"), MetadataValue::F32(factor as f32));
+    }
 }
 
 /// Refuses a family that finetune does not write as GGUF.
@@ -85,16 +100,18 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .map(|mlp| format!("the activation {:?}", mlp.activation)),
         (facts.heads_fill_hidden && width != config.hidden_size)
             .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
-        (!facts.reads_all_biases && attentions().any(|attention| attention.o_bias))
+        (!facts.reads_o_bias && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
-        (!facts.reads_all_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
+        (!facts.reads_mlp_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
         attentions()
             .find(|attention| !facts.attention_softcap.fits(attention.softcap))
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),
         (!facts.logit_softcap.fits(config.logit_softcap))
             .then(|| format!("`final_logit_softcapping` {:?}", config.logit_softcap)),
-        (facts.needs_tied_head && !config.tie_word_embeddings)
-            .then(|| "an output head that is not tied to the embedding".to_owned()),
+        facts
+            .tied_head
+            .filter(|tied| *tied != config.tie_word_embeddings)
+            .map(|tied| format!("`tie_word_embeddings` {}", !tied)),
     ];
     match faults.into_iter().flatten().next() {
         Some(fault) => {
@@ -108,7 +125,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
 fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription) -> Result<()> {
     let widths = || config.attentions().filter_map(|attention| attention.window);
     let (facts, shortest) = (config.family.gguf.windows, widths().min());
-    let Some(GgufWindows { period, always }) = facts else {
+    let Some(GgufWindows { period, models }) = facts else {
         if let Some(shortest) = shortest.filter(|shortest| *shortest < config.max_position_embeddings) {
             description.notes.push(format!(
                 "llama.cpp's {arch} ignores the sliding window of {shortest} tokens: its results differ for longer texts"
@@ -116,6 +133,15 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
         }
         return no_local_rope_without_window(config);
     };
+    if let GgufSliding::OfLayers(layers) = models
+        && (layers == config.num_layers()) != shortest.is_some()
+    {
+        let found = shortest.map_or("null".to_owned(), |shortest| shortest.to_string());
+        return Err(refused(format!(
+            "`sliding_window` is {found} and `num_hidden_layers` {}; llama.cpp's {arch} slides at {layers} layers, and only then",
+            config.num_layers()
+        )));
+    }
     if let Some(shortest) = shortest {
         if widths().any(|window| window != shortest) {
             return Err(refused(
@@ -125,7 +151,7 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
         let window = count("sliding_window", shortest)?;
         description.metadata.set(format!("{arch}.attention.sliding_window"), window);
     }
-    if shortest.is_some() || always {
+    if shortest.is_some() || models == GgufSliding::Always {
         pattern(config, period, description);
     }
     no_local_rope_without_window(config)
@@ -141,7 +167,8 @@ fn pattern(config: &ModelConfig, period: usize, description: &mut ModelDescripti
 }
 
 fn no_local_rope_without_window(config: &ModelConfig) -> Result<()> {
-    if config.attentions().any(|attention| attention.rope != 0 && attention.window.is_none()) {
+    let is_local = |rope: usize| rope != 0 && config.ropes[rope].has_positions();
+    if config.attentions().any(|attention| is_local(attention.rope) && attention.window.is_none()) {
         Err(refused("it has layers with local rotary positions and no sliding window".into()))
     } else {
         Ok(())

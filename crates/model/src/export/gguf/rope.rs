@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json};
 use super::description::{ModelDescription, count, refused};
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{ModelConfig, Rope, RopeKind};
+use crate::model::{GgufLocalRope, ModelConfig, Rope, RopeKind};
 
 /// The scaling object of config.json for the rope of full attention.
 struct RopeSpec<'a> {
@@ -36,12 +36,12 @@ impl<'a> RopeSpec<'a> {
         self.scaling?.get(key)?.as_f64()
     }
 
-    /// Returns whether the ramp is the paper's: llama.cpp reads no key for it in these
-    /// architectures.
-    fn is_usual_yarn(&self) -> bool {
+    /// Returns whether llama.cpp computes the ramp of yarn: the paper's, unless keys set it
+    /// (`reads_ramp`).
+    fn is_usual_yarn(&self, reads_ramp: bool) -> bool {
         let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
         let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
-        is("beta_fast", 32.0) && is("beta_slow", 1.0) && truncates
+        truncates && (reads_ramp || is("beta_fast", 32.0) && is("beta_slow", 1.0))
     }
 }
 
@@ -56,7 +56,11 @@ pub(super) fn describe(
     description: &mut ModelDescription,
 ) -> Result<()> {
     let (spec, facts) = (RopeSpec::new(raw), &config.family.gguf);
-    let Some(rope) = config.ropes.first() else { return Ok(()) };
+    refuse_other_layers(config, arch)?;
+    let Some(rope) = config.ropes.first().filter(|rope| rope.has_positions()) else {
+        description.metadata.set(format!("{arch}.rope.scaling.finetuned"), MetadataValue::Bool(false));
+        return Ok(());
+    };
     let width = 2 * rope.inv_freq.len();
     if width != config.heads.head_dim && !facts.rotates_partly {
         return Err(refused(format!(
@@ -67,13 +71,61 @@ pub(super) fn describe(
     let metadata = &mut description.metadata;
     metadata.set(format!("{arch}.rope.dimension_count"), count("rotary width", width)?);
     metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(rope.theta as f32));
-    if let Some(local) = config.ropes.get(1).filter(|_| facts.has_local_rope) {
-        metadata.set(format!("{arch}.rope.freq_base_swa"), MetadataValue::F32(local.theta as f32));
-        if !is_plain(local) {
-            return Err(refused("the rotary positions of its sliding layers are scaled".into()));
-        }
+    local(config, rope, arch, description)?;
+    scale(config, &spec, rope, arch, description)?;
+    growth(&spec, rope, arch, description)
+}
+
+/// Refuses a model whose layers without positions are not those of its architecture.
+fn refuse_other_layers(config: &ModelConfig, arch: &str) -> Result<()> {
+    let missing: Vec<bool> =
+        config.attentions().map(|attention| !config.ropes[attention.rope].has_positions()).collect();
+    let slides: Vec<bool> = config.attentions().map(|attention| attention.window.is_some()).collect();
+    let wanted = config.family.gguf.no_positions.wanted(&missing, &slides);
+    if missing == wanted {
+        return Ok(());
     }
-    scale(config, &spec, rope, arch, description)
+    let layers =
+        |of: &[bool]| of.iter().enumerate().filter(|(_, is)| **is).map(|(i, _)| i).collect::<Vec<_>>();
+    Err(refused(format!(
+        "its layers without positions are {:?} (`no_rope_layers`, `layer_types`); those of llama.cpp's {arch} are {:?}",
+        layers(&missing),
+        layers(&wanted)
+    )))
+}
+
+/// Adds the rotary positions of sliding layers.
+fn local(config: &ModelConfig, rope: &Rope, arch: &str, description: &mut ModelDescription) -> Result<()> {
+    let is_used = config.attentions().any(|attention| attention.rope == 1);
+    let local = config.family.gguf.local_rope.zip(config.ropes.get(1)).filter(|_| is_used);
+    let Some((kind, local)) = local else { return Ok(()) };
+    if kind == GgufLocalRope::SameBase && local.theta != rope.theta {
+        return Err(refused(format!(
+            "`rope_theta` is {} in sliding layers and {} in the others; llama.cpp's {arch} has one",
+            local.theta, rope.theta
+        )));
+    }
+    if !is_plain(local) {
+        return Err(refused("the rotary positions of its sliding layers are scaled".into()));
+    }
+    let base = MetadataValue::F32(local.theta as f32);
+    description.metadata.set(format!("{arch}.rope.freq_base_swa"), base);
+    Ok(())
+}
+
+/// Adds the growth of queries with their positions. llama.cpp counts from the original context of
+/// yarn.
+fn growth(spec: &RopeSpec<'_>, rope: &Rope, arch: &str, description: &mut ModelDescription) -> Result<()> {
+    let Some(growth) = rope.query_growth else { return Ok(()) };
+    if spec.kind() != "yarn" || rope.trained_positions != growth.original {
+        return Err(refused(format!(
+            "with `llama_4_scaling_beta` its queries grow from {} positions on; llama.cpp's {arch} lets them grow from the original context of yarn on",
+            growth.original
+        )));
+    }
+    let beta = MetadataValue::F32(growth.beta as f32);
+    description.metadata.set(format!("{arch}.attention.temperature_scale"), beta);
+    Ok(())
 }
 
 /// Returns whether `rope` has only the unscaled frequencies of its base.
@@ -95,7 +147,7 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
         "default" | "linear" | "dynamic" => true,
         kind => {
             let is_known = config.family.gguf.rope_types.contains(&kind);
-            is_known && (kind != "yarn" || spec.is_usual_yarn())
+            is_known && (kind != "yarn" || spec.is_usual_yarn(config.family.gguf.reads_yarn_ramp))
         }
     };
     if known {
@@ -105,6 +157,34 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
             "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
         )))
     }
+}
+
+/// Returns the keys of yarn; `reads_ramp`: those of its ramp too.
+fn yarn(
+    spec: &RopeSpec<'_>,
+    rope: &Rope,
+    factor: f64,
+    reads_ramp: bool,
+) -> Result<Vec<(&'static str, MetadataValue)>> {
+    let mut keys = vec![
+        ("type", MetadataValue::Text("yarn".into())),
+        ("factor", MetadataValue::F32(factor as f32)),
+        ("original_context_length", count("original context", rope.trained_positions)?),
+    ];
+    // llama.cpp applies the paper's factor itself, and multiplies it by the key.
+    let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+    let rest = f64::from(rope.attention_factor) / natural;
+    if (rest - 1.0).abs() > 1e-6 {
+        keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+    }
+    let ramp = [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")];
+    for (setting, key) in ramp.into_iter().filter(|_| reads_ramp) {
+        // A zero counts as absent.
+        if let Some(beta) = spec.number(setting).filter(|beta| *beta != 0.0) {
+            keys.push((key, MetadataValue::F32(beta as f32)));
+        }
+    }
+    Ok(keys)
 }
 
 fn scale(
@@ -126,15 +206,8 @@ fn scale(
             set("factor", MetadataValue::F32(factor as f32));
         }
         "yarn" => {
-            set("type", MetadataValue::Text("yarn".into()));
-            set("factor", MetadataValue::F32(factor as f32));
-            set("original_context_length", count("original context", rope.trained_positions)?);
-            // llama.cpp applies the paper's factor itself, and multiplies it by the key.
-            let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
-            let rest = f64::from(rope.attention_factor) / natural;
-            if (rest - 1.0).abs() > 1e-6 {
-                set("attn_factor", MetadataValue::F32(rest as f32));
-            }
+            let keys = yarn(spec, rope, factor, config.family.gguf.reads_yarn_ramp)?;
+            keys.into_iter().for_each(|(key, value)| set(key, value));
         }
         "llama3" => {
             let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
@@ -153,7 +226,12 @@ fn scale(
             "llama.cpp has no dynamic rotary scaling: beyond {} tokens its results differ",
             config.max_position_embeddings
         )),
-        _ => {}
+        _ if is_plain(rope) => {}
+        _ => {
+            return Err(refused(
+                "config.json leaves the scaling of its rotary positions to the family's default; accepted: as `rope_parameters` in config.json".into(),
+            ));
+        }
     }
     Ok(())
 }

@@ -2,12 +2,15 @@
 //!
 //! Names and changes follow llama.cpp's conversion scripts (conversion/*.py,
 //! gguf-py/gguf/tensor_mapping.py). The llama architecture rotates neighbouring elements, so the
-//! two halves of each head of q and k are interleaved. Gemma's norms are stored as 1 + w. One
-//! change is not llama.cpp's: its gemma derives the attention scale from the width of a head and
+//! two halves of each head of q and k are interleaved. Gemma's norms are stored as 1 + w. granite
+//! has gate and up apart even if the checkpoint has them in one tensor. One change is not
+//! llama.cpp's: its gemma derives the attention scale from the width of a head and
 //! reads no key. If `query_pre_attn_scalar` differs, q absorbs the quotient.
 
 use crate::error::Result;
-use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
+use crate::model::{
+    self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer,
+};
 use crate::weights::ModelFiles;
 
 /// Elements of a tensor in memory at a time, unless a row is longer.
@@ -51,7 +54,9 @@ pub(super) struct PlannedTensor {
     pub(super) name: String,
     /// The name in the checkpoint.
     pub(super) stored: String,
-    /// Its shape, the same in both.
+    /// The row of the stored tensor that is its first.
+    pub(super) first_row: usize,
+    /// Its shape in the file.
     pub(super) shape: Vec<usize>,
     /// The change of values between checkpoint and file.
     pub(super) change: TensorChange,
@@ -65,32 +70,40 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
     let parameters = model::parameters(config);
     StoredModel { config, files, stored_tokens: config.vocab_size }
         .check("export", parameters.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-    let planned = |spec: ParamSpec| PlannedTensor {
-        name: tensor_name(&spec),
-        stored: model::stored_name(config, files, &spec.name).to_owned(),
-        change: change(config, spec.part),
-        shape: spec.shape,
-    };
-    Ok(parameters.into_iter().map(planned).collect())
+    Ok(parameters.iter().flat_map(|spec| planned(config, files, spec)).collect())
 }
 
-/// Returns llama.cpp's name of a parameter.
-fn tensor_name(spec: &ParamSpec) -> String {
+/// Returns the tensors that a parameter becomes.
+fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<PlannedTensor> {
     let end = if spec.role == Role::Bias { "bias" } else { "weight" };
-    format!("{}.{end}", module_name(spec.part))
+    let names = module_names(&config.family.gguf, spec.part);
+    let mut shape = spec.shape.clone();
+    shape[0] /= names.len();
+    let tensor = |(i, name)| PlannedTensor {
+        name: format!("{name}.{end}"),
+        stored: model::stored_name(config, files, &spec.name).to_owned(),
+        first_row: i * shape[0],
+        shape: shape.clone(),
+        change: change(config, spec.part),
+    };
+    names.into_iter().enumerate().map(tensor).collect()
 }
 
-/// Returns llama.cpp's name of a module.
-pub(super) fn module_name(part: ModelPart) -> String {
+/// Returns llama.cpp's names of the modules that have equal shares of a module's rows, in order;
+/// most often one.
+pub(super) fn module_names(facts: &GgufFacts, part: ModelPart) -> Vec<String> {
     match part {
-        ModelPart::EmbedTokens => "token_embd".into(),
-        ModelPart::Block { layer, part } => format!("blk.{layer}.{}", block_part_name(part)),
-        ModelPart::FinalNorm => "output_norm".into(),
-        ModelPart::LmHead => "output".into(),
+        ModelPart::EmbedTokens => vec!["token_embd".into()],
+        ModelPart::Block { layer, part: BlockPart::GateUpProj } if facts.splits_gate_up => {
+            ["ffn_gate", "ffn_up"].map(|name| format!("blk.{layer}.{name}")).into()
+        }
+        ModelPart::Block { layer, part } => vec![format!("blk.{layer}.{}", block_part_name(facts, part))],
+        ModelPart::FinalNorm => vec!["output_norm".into()],
+        ModelPart::LmHead => vec!["output".into()],
     }
 }
 
-fn block_part_name(part: BlockPart) -> &'static str {
+fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
     match part {
         BlockPart::QProj => "attn_q",
         BlockPart::KProj => "attn_k",
@@ -115,7 +128,7 @@ fn block_part_name(part: BlockPart) -> &'static str {
         BlockPart::SharedFactor => "ffn_gate_inp_shexp",
         BlockPart::AttnNorm => "attn_norm",
         BlockPart::AttnPostNorm => "post_attention_norm",
-        BlockPart::MlpNorm => "ffn_norm",
+        BlockPart::MlpNorm => facts.mlp_norm,
         BlockPart::MlpPostNorm => "post_ffw_norm",
     }
 }
@@ -137,7 +150,7 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
     }
     // Scores are linear in q; if q is normed, the norm's weight absorbs the factor.
     let scaled = if attention.qk_norm.is_some() { BlockPart::QNorm } else { BlockPart::QProj };
-    if part == scaled {
+    if part == scaled && !config.family.gguf.reads_factors {
         change.factor = (attention.scale / assumed_attention_scale(config)) as f32;
     }
     change
@@ -169,11 +182,11 @@ pub(super) fn read(
         let values = &mut values[..count * row];
         if planned.change.interleave_heads.is_some() {
             for (i, out) in values.chunks_exact_mut(row).enumerate() {
-                let source = planned.change.source_row(first + i, rows);
+                let source = planned.first_row + planned.change.source_row(first + i, rows);
                 files.read_part(&planned.stored, source * row, out)?;
             }
         } else {
-            files.read_part(&planned.stored, first * row, values)?;
+            files.read_part(&planned.stored, (planned.first_row + first) * row, values)?;
             files.discard(&planned.stored);
         }
         planned.change.apply(values);

@@ -12,7 +12,7 @@ use crate::model::rope::Rope;
 pub(super) static ERNIE4_5: Architecture = Architecture {
     head_dim: Some(128),
     ties_embeddings: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { reads_o_bias: true, ..GgufFacts::usual("ernie4_5") },
     ..parts::architecture("ernie4_5", &["ernie4_5"], compose)
 };
 

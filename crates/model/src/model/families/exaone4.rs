@@ -2,7 +2,7 @@
 //! sliding windows, no positions on the layers without one.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufFacts, GgufNoPositions, GgufSliding, GgufWindows};
 use super::sizes::ModelSizes;
 use super::{olmo2, parts};
 use crate::error::{Error, Result};
@@ -10,8 +10,17 @@ use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 
-pub(super) static EXAONE4: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("exaone4", &["exaone4"], compose) };
+pub(super) static EXAONE4: Architecture = Architecture {
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        // The 32B model.
+        windows: Some(GgufWindows { period: 4, models: GgufSliding::OfLayers(64) }),
+        no_positions: GgufNoPositions::BesideWindows,
+        rope_types: &["yarn", "llama3"],
+        ..GgufFacts::usual("exaone4")
+    },
+    ..parts::architecture("exaone4", &["exaone4"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let plain = parts::attention(keys, sizes)?;

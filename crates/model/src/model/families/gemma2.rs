@@ -1,7 +1,7 @@
 //! Gemma 2 of all sizes: soft-caps on attention and logits, a sliding window in every other layer.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
+use super::gguf_facts::{GgufFacts, GgufSliding, GgufSoftcap, GgufWindows};
 use super::sizes::ModelSizes;
 use super::{gemma, parts};
 use crate::error::Result;
@@ -17,8 +17,8 @@ pub(super) static GEMMA2: Architecture = Architecture {
         activation: Activation::GeluTanh,
         attention_softcap: GgufSoftcap::Always,
         logit_softcap: GgufSoftcap::Always,
-        needs_tied_head: true,
-        windows: Some(GgufWindows { period: 2, always: true }),
+        tied_head: Some(true),
+        windows: Some(GgufWindows { period: 2, models: GgufSliding::Always }),
         // The 27B model.
         scales_by_hidden_at: Some(46),
         ..GgufFacts::usual("gemma2")

@@ -2,7 +2,7 @@
 //! window and a rope of their own.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
+use super::gguf_facts::{GgufFacts, GgufLocalRope, GgufSliding, GgufSoftcap, GgufWindows};
 use super::sizes::ModelSizes;
 use super::{gemma, parts};
 use crate::error::Result;
@@ -18,8 +18,8 @@ pub(super) static GEMMA3: Architecture = Architecture {
     gguf: GgufFacts {
         activation: Activation::GeluTanh,
         logit_softcap: GgufSoftcap::Optional,
-        windows: Some(GgufWindows { period: 6, always: false }),
-        has_local_rope: true,
+        windows: Some(GgufWindows { period: 6, models: GgufSliding::WithKey }),
+        local_rope: Some(GgufLocalRope::OwnBase),
         rope_types: &[],
         // The 27B model.
         scales_by_hidden_at: Some(62),

@@ -15,22 +15,34 @@ pub struct GgufFacts {
     pub interleaves_heads: bool,
     /// True if the total width of all heads must be `hidden_size`.
     pub heads_fill_hidden: bool,
-    /// True if llama.cpp reads biases of `o_proj` and of the MLP.
-    pub reads_all_biases: bool,
+    /// True if llama.cpp reads a bias of `o_proj`.
+    pub reads_o_bias: bool,
+    /// True if llama.cpp reads biases of the MLP.
+    pub reads_mlp_biases: bool,
+    /// The name of the norm before the MLP.
+    pub mlp_norm: &'static str,
+    /// True if gate and up are two tensors even where the checkpoint has one.
+    pub splits_gate_up: bool,
+    /// True if keys set the factors on embeddings, attention scores, mixers and logits.
+    pub reads_factors: bool,
     /// The soft-cap on attention scores.
     pub attention_softcap: GgufSoftcap,
     /// The soft-cap on logits.
     pub logit_softcap: GgufSoftcap,
-    /// True if the head must be the embedding.
-    pub needs_tied_head: bool,
+    /// True if the head must be the embedding, false if it must not; `None`: either.
+    pub tied_head: Option<bool>,
     /// The sliding windows; `None`: every layer attends to all previous tokens.
     pub windows: Option<GgufWindows>,
     /// True if a key sets the rotated width of a head; otherwise all of it is rotated.
     pub rotates_partly: bool,
-    /// True if sliding layers have their own rotary base.
-    pub has_local_rope: bool,
+    /// The rotary positions of sliding layers, where they differ from those of the others.
+    pub local_rope: Option<GgufLocalRope>,
+    /// The layers without positions.
+    pub no_positions: GgufNoPositions,
     /// Supported values of `rope_type` besides default, linear and dynamic.
     pub rope_types: &'static [&'static str],
+    /// True if keys set the ramp of yarn, `beta_fast` and `beta_slow`.
+    pub reads_yarn_ramp: bool,
     /// The number of layers at which `hidden_size / num_attention_heads` scales the scores, instead
     /// of the width of a head.
     pub scales_by_hidden_at: Option<usize>,
@@ -68,8 +80,56 @@ impl GgufSoftcap {
 pub struct GgufWindows {
     /// Every layer slides except the last of each `period`, unless a key overrides it.
     pub period: usize,
-    /// True if layers slide even without a key for the width of the window.
-    pub always: bool,
+    /// The models that slide.
+    pub models: GgufSliding,
+}
+
+/// The models of an architecture of llama.cpp whose layers slide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufSliding {
+    /// Models with the key for the width of the window.
+    WithKey,
+    /// Every model, even without the key.
+    Always,
+    /// Every model of this number of layers, and no other.
+    OfLayers(usize),
+}
+
+/// The rotary positions of the sliding layers of an architecture of llama.cpp: never scaled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufLocalRope {
+    /// A key sets their base.
+    OwnBase,
+    /// Their base is that of the other layers.
+    SameBase,
+}
+
+/// The layers without positions in an architecture of llama.cpp.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GgufNoPositions {
+    /// None of the layers.
+    Never,
+    /// All layers or none, by a key.
+    AllByKey,
+    /// The last layer of each period of this length.
+    LastOf(usize),
+    /// The layers of full attention, in a model with windows.
+    BesideWindows,
+}
+
+impl GgufNoPositions {
+    /// Returns the layers without positions that llama.cpp computes, for a model with `missing`
+    /// ones of which `slides` tells the sliding ones.
+    pub fn wanted(self, missing: &[bool], slides: &[bool]) -> Vec<bool> {
+        let any_slides = slides.contains(&true);
+        let wanted = |layer: usize| match self {
+            GgufNoPositions::Never => false,
+            GgufNoPositions::AllByKey => missing[0],
+            GgufNoPositions::LastOf(period) => layer % period == period - 1,
+            GgufNoPositions::BesideWindows => any_slides && !slides[layer],
+        };
+        (0..missing.len()).map(wanted).collect()
+    }
 }
 
 /// The models of 80 layers that llama.cpp treats as Llama 2 70B.
@@ -85,26 +145,32 @@ pub enum GgufSeventyB {
 
 impl GgufFacts {
     /// The facts of a family that finetune does not write as GGUF.
-    pub(super) const NONE: Self = GgufFacts::usual("");
+    pub(super) const NONE: Self = GgufFacts {
+        architecture: "",
+        activation: Activation::Silu,
+        interleaves_heads: false,
+        heads_fill_hidden: false,
+        reads_o_bias: false,
+        reads_mlp_biases: false,
+        mlp_norm: "ffn_norm",
+        splits_gate_up: false,
+        reads_factors: false,
+        attention_softcap: GgufSoftcap::Never,
+        logit_softcap: GgufSoftcap::Never,
+        tied_head: None,
+        windows: None,
+        rotates_partly: false,
+        local_rope: None,
+        no_positions: GgufNoPositions::Never,
+        rope_types: &["yarn"],
+        reads_yarn_ramp: false,
+        scales_by_hidden_at: None,
+        seventy_b: GgufSeventyB::Never,
+        stripping_names: &[],
+    };
 
     /// Returns the most common facts: SiLU, fully rotated heads, no windows, no caps.
     pub(super) const fn usual(architecture: &'static str) -> Self {
-        GgufFacts {
-            architecture,
-            activation: Activation::Silu,
-            interleaves_heads: false,
-            heads_fill_hidden: false,
-            reads_all_biases: false,
-            attention_softcap: GgufSoftcap::Never,
-            logit_softcap: GgufSoftcap::Never,
-            needs_tied_head: false,
-            windows: None,
-            rotates_partly: false,
-            has_local_rope: false,
-            rope_types: &["yarn"],
-            scales_by_hidden_at: None,
-            seventy_b: GgufSeventyB::Never,
-            stripping_names: &[],
-        }
+        GgufFacts { architecture, ..GgufFacts::NONE }
     }
 }

@@ -14,7 +14,7 @@ use crate::model::rope::Rope;
 pub(super) static GLM4: Architecture = Architecture {
     head_dim: Some(128),
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { rotates_partly: true, ..GgufFacts::usual("glm4") },
     ..parts::architecture("glm4", &["glm4"], compose)
 };
 

@@ -1,16 +1,27 @@
 //! Granite 3: Llama with factors on embeddings, attention scores, mixers and logits.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
-use super::parts;
+use super::gguf_facts::{GgufFacts, GgufNoPositions, GgufSeventyB};
 use super::sizes::ModelSizes;
+use super::{llama, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 
 pub(super) static GRANITE: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("granite", &["granite"], compose) };
+    Architecture { gguf: GGUF, ..parts::architecture("granite", &["granite"], compose) };
+
+/// The architecture `granite` of llama.cpp, which is also that of Granite 4 without experts and
+/// Mamba layers.
+pub(super) const GGUF: GgufFacts = GgufFacts {
+    architecture: "granite",
+    splits_gate_up: true,
+    reads_factors: true,
+    no_positions: GgufNoPositions::AllByKey,
+    seventy_b: GgufSeventyB::Never,
+    ..llama::GGUF
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let mlp = GatedMlp { bias: keys.bool_or("mlp_bias", false)?, ..parts::gated_mlp(keys)? };

@@ -2,7 +2,6 @@
 //! tensor, and positions only if config.json asks for them.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use super::{granite, parts};
 use crate::error::{Error, Result};
@@ -14,7 +13,7 @@ use crate::model::rope::Rope;
 pub(super) static GRANITEMOEHYBRID: Architecture = Architecture {
     intermediate_size: "shared_intermediate_size",
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: granite::GGUF,
     ..parts::architecture("granitemoehybrid", &["granitemoehybrid"], compose)
 };
 

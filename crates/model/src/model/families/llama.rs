@@ -14,7 +14,8 @@ pub(super) static LLAMA: Architecture =
 /// The architecture `llama` of llama.cpp, which other families may also use.
 pub(super) const GGUF: GgufFacts = GgufFacts {
     interleaves_heads: true,
-    reads_all_biases: true,
+    reads_o_bias: true,
+    reads_mlp_biases: true,
     rope_types: &["yarn", "llama3", "longrope", "su"],
     seventy_b: GgufSeventyB::Grouped,
     ..GgufFacts::usual("llama")

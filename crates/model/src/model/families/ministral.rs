@@ -2,15 +2,14 @@
 //! default on all.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
-use super::parts;
 use super::sizes::ModelSizes;
+use super::{llama, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static MINISTRAL: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("ministral", &["ministral"], compose) };
+    Architecture { gguf: llama::GGUF, ..parts::architecture("ministral", &["ministral"], compose) };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let window = parts::window(keys, Some(4096))?;

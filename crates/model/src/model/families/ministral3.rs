@@ -4,9 +4,9 @@
 use serde_json::json;
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
-use super::parts;
+use super::gguf_facts::{GgufFacts, GgufSeventyB};
 use super::sizes::ModelSizes;
+use super::{llama, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
@@ -14,7 +14,12 @@ use crate::model::rope::Rope;
 
 pub(super) static MINISTRAL3: Architecture = Architecture {
     head_dim: Some(128),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        reads_yarn_ramp: true,
+        seventy_b: GgufSeventyB::Never,
+        architecture: "mistral3",
+        ..llama::GGUF
+    },
     ..parts::architecture("ministral3", &["ministral3"], compose)
 };
 

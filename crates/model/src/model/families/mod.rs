@@ -43,7 +43,9 @@ mod starcoder2;
 use serde_json::Value;
 
 pub use architecture::Architecture;
-pub use gguf_facts::{GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
+pub use gguf_facts::{
+    GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding, GgufSoftcap, GgufWindows,
+};
 
 use super::config::ModelConfig;
 use super::config_reader::ConfigReader;

@@ -2,7 +2,7 @@
 //! and k over all heads together.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufFacts, GgufLocalRope, GgufSliding, GgufWindows};
 use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -10,7 +10,16 @@ use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, QkNormWid
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static OLMO2: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("olmo2", &["olmo2"], compose) };
+    Architecture { gguf: GGUF, ..parts::architecture("olmo2", &["olmo2"], compose) };
+
+/// The architecture `olmo2` of llama.cpp, which is also that of OLMo 3.
+pub(super) const GGUF: GgufFacts = GgufFacts {
+    heads_fill_hidden: true,
+    tied_head: Some(false),
+    windows: Some(GgufWindows { period: 4, models: GgufSliding::WithKey }),
+    local_rope: Some(GgufLocalRope::SameBase),
+    ..GgufFacts::usual("olmo2")
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let block = block(attention(keys, sizes)?, parts::gated_mlp(keys)?);

@@ -1,7 +1,6 @@
 //! OLMo 3: OLMo 2 with sliding windows on three of four layers, which have a rope of their own.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use super::{olmo2, parts};
 use crate::error::Result;
@@ -9,7 +8,7 @@ use crate::model::composition::AttentionMixer;
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static OLMO3: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("olmo3", &["olmo3"], compose) };
+    Architecture { gguf: olmo2::GGUF, ..parts::architecture("olmo3", &["olmo3"], compose) };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let (attention, mlp) = (olmo2::attention(keys, sizes)?, parts::gated_mlp(keys)?);

@@ -10,7 +10,7 @@ use crate::model::config_reader::ConfigReader;
 
 pub(super) static SEED_OSS: Architecture = Architecture {
     head_dim: Some(128),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { mlp_norm: "post_attention_norm", ..GgufFacts::usual("seed_oss") },
     ..parts::architecture("seed_oss", &["seed_oss"], compose)
 };
 

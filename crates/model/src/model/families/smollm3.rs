@@ -1,7 +1,7 @@
 //! SmolLM3: Llama with layers without positions, every fourth by default.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufFacts, GgufNoPositions};
 use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::{Error, Result};
@@ -11,7 +11,11 @@ use crate::model::rope::Rope;
 
 pub(super) static SMOLLM3: Architecture = Architecture {
     ties_embeddings: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        interleaves_heads: true,
+        no_positions: GgufNoPositions::LastOf(4),
+        ..GgufFacts::usual("smollm3")
+    },
     ..parts::architecture("smollm3", &["smollm3"], compose)
 };
 
