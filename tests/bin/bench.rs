@@ -96,6 +96,12 @@ fn every_operation_is_measured() {
     sum_rows (48x64) bf16 gbps
     scale_columns (48x64) bf16 gbps
     magnitude_backward (48x64) bf16 gbps
+    choose_experts (48x128, 8 each) bf16 gbps
+    choose_experts_backward (48x128, 8 each) bf16 gbps
+    balance_experts (48x128) bf16 gbps
+    scale_rows (384x768) bf16 gbps
+    scale_rows_backward (384x768) bf16 gbps
+    combine_rows (384x64) bf16 gbps
     dequantize (128x64, nf4, double quantization) bf16 gbps
     weight_norm (128x64, r 16) bf16 gbps
     embed (48 of 480x64) bf16 gbps
@@ -139,7 +145,7 @@ fn what_cannot_be_measured() {
     exit 1
     error: cannot measure `softmax`
       caused by: no operation has that in its name
-      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, dropout, add, scaled, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
+      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, dropout, add, scaled, add_bias, sum_rows, scale_columns, magnitude_backward, choose_experts, choose_experts_backward, balance_experts, scale_rows, scale_rows_backward, combine_rows, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
     hint: leave out `--only` to measure all
     ");
     assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"

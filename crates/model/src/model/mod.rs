@@ -45,8 +45,8 @@ pub use composition::{
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use families::{
-    Architecture, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding, GgufSoftcap,
-    GgufWindows,
+    Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
+    GgufSoftcap, GgufWindows,
 };
 pub use init::{initial_lora, initial_value};
 pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};

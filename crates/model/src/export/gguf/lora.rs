@@ -99,6 +99,12 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             Some(ModelPart::EmbedTokens) => {
                 return Err(more_than_lora(folder, "it has LoRA on the embedding"));
             }
+            Some(ModelPart::Block { part, .. }) if part.expert().is_some() => {
+                return Err(more_than_lora(
+                    folder,
+                    "it has LoRA on experts, of which llama.cpp has one tensor",
+                ));
+            }
             Some(module) => *module,
             None if target.name == LM_HEAD_MODULE => {
                 return Err(more_than_lora(

@@ -61,9 +61,28 @@ pub(super) fn describe(
         }
     }
     factors(config, arch, metadata);
+    experts(config, arch, metadata)?;
     windows(config, arch, &mut description)?;
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
+}
+
+/// Sets the numbers and widths of experts.
+fn experts(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Result<()> {
+    let Some(experts) = config.experts().next() else { return Ok(()) };
+    let has_width = config.family.gguf.experts.is_some_and(|facts| facts.has_width);
+    let numbers = [
+        ("expert_count", Some(experts.count)),
+        ("expert_used_count", Some(experts.router.chosen)),
+        ("expert_feed_forward_length", Some(experts.width).filter(|_| has_width)),
+        ("expert_shared_feed_forward_length", experts.shared.map(|shared| shared.width)),
+    ];
+    for (key, number) in numbers {
+        if let Some(number) = number {
+            metadata.set(format!("{arch}.{key}"), count(key, number)?);
+        }
+    }
+    Ok(())
 }
 
 /// Sets the factors of an architecture that has keys for them.
@@ -108,6 +127,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),
         (!facts.logit_softcap.fits(config.logit_softcap))
             .then(|| format!("`final_logit_softcapping` {:?}", config.logit_softcap)),
+        experts_fault(config),
         facts
             .tied_head
             .filter(|tied| *tied != config.tie_word_embeddings)
@@ -120,6 +140,21 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// Returns the difference of a model's experts from those of its architecture in llama.cpp.
+fn experts_fault(config: &ModelConfig) -> Option<String> {
+    let facts = config.family.gguf.experts?;
+    if config.experts().count() < config.num_layers() {
+        return Some("layers without experts".to_owned());
+    }
+    let experts = config.experts().next()?;
+    (experts.activation != config.family.gguf.activation)
+        .then(|| format!("the activation {:?}", experts.activation))
+        .or_else(|| {
+            let found = experts.router.renormalize;
+            (found != facts.renormalizes).then(|| format!("`norm_topk_prob` {found}"))
+        })
 }
 
 fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription) -> Result<()> {

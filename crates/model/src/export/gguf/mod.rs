@@ -113,8 +113,8 @@ pub fn write_model(
             return sink.write(&blocks::encode(name, values, row, entry.kind)?);
         }
         let tensor = stored.next().ok_or_else(|| Error::internal("an entry without a tensor"))?;
-        tensors::read(files, tensor, |values| {
-            sink.write(&blocks::encode(&tensor.stored, values, row, entry.kind)?)
+        tensors::read(files, tensor, |stored, values| {
+            sink.write(&blocks::encode(stored, values, row, entry.kind)?)
         })
     })?;
     Ok(exported)

@@ -7,6 +7,8 @@
 //! llama.cpp's: its gemma derives the attention scale from the width of a head and
 //! reads no key. If `query_pre_attn_scalar` differs, q absorbs the quotient.
 
+use std::collections::HashMap;
+
 use crate::error::Result;
 use crate::model::{
     self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer,
@@ -47,14 +49,14 @@ impl TensorChange {
     }
 }
 
-/// A parameter of the model and its tensor in the file.
+/// A tensor of the file and its parameter of the model, or those of all experts.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlannedTensor {
     /// Name of the tensor in llama.cpp.
     pub(super) name: String,
-    /// The name in the checkpoint.
-    pub(super) stored: String,
-    /// The row of the stored tensor that is its first.
+    /// The name in the checkpoint; of experts, one name each.
+    pub(super) stored: Vec<String>,
+    /// The row of a stored tensor that is its first.
     pub(super) first_row: usize,
     /// Its shape in the file.
     pub(super) shape: Vec<usize>,
@@ -70,7 +72,24 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
     let parameters = model::parameters(config);
     StoredModel { config, files, stored_tokens: config.vocab_size }
         .check("export", parameters.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
-    Ok(parameters.iter().flat_map(|spec| planned(config, files, spec)).collect())
+    let mut all: Vec<PlannedTensor> = Vec::with_capacity(parameters.len());
+    let mut of_experts: HashMap<String, usize> = HashMap::new();
+    for spec in &parameters {
+        let is_of_expert = matches!(spec.part, ModelPart::Block { part, .. } if part.expert().is_some());
+        for mut tensor in planned(config, files, spec) {
+            if !is_of_expert {
+                all.push(tensor);
+            } else if let Some(first) = of_experts.get(&tensor.name).and_then(|at| all.get_mut(*at)) {
+                first.stored.append(&mut tensor.stored);
+                first.shape[0] += 1;
+            } else {
+                of_experts.insert(tensor.name.clone(), all.len());
+                tensor.shape.insert(0, 1);
+                all.push(tensor);
+            }
+        }
+    }
+    Ok(all)
 }
 
 /// Returns the tensors that a parameter becomes.
@@ -79,9 +98,13 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
     let names = module_names(&config.family.gguf, spec.part);
     let mut shape = spec.shape.clone();
     shape[0] /= names.len();
+    // llama.cpp has the factor on the shared expert as a vector.
+    if matches!(spec.part, ModelPart::Block { part: BlockPart::SharedFactor, .. }) {
+        shape.remove(0);
+    }
     let tensor = |(i, name)| PlannedTensor {
         name: format!("{name}.{end}"),
-        stored: model::stored_name(config, files, &spec.name).to_owned(),
+        stored: vec![model::stored_name(config, files, &spec.name).to_owned()],
         first_row: i * shape[0],
         shape: shape.clone(),
         change: change(config, spec.part),
@@ -164,35 +187,42 @@ fn assumed_attention_scale(config: &ModelConfig) -> f64 {
     1.0 / (width as f64).sqrt()
 }
 
-/// Reads a tensor block by block, changes it, and passes each block of whole rows to `take`.
+/// Reads a tensor block by block, changes it, and passes each block of whole rows to `take`, with
+/// the name of its stored tensor.
 ///
 /// # Errors
 /// User: the tensor holds no floats. Errors of `take`.
 pub(super) fn read(
     files: &ModelFiles,
     planned: &PlannedTensor,
-    mut take: impl FnMut(&[f32]) -> Result<()>,
+    mut take: impl FnMut(&str, &[f32]) -> Result<()>,
 ) -> Result<()> {
-    let rows = planned.shape.first().copied().unwrap_or(1);
-    let row = planned.shape[1..].iter().product::<usize>().max(1);
+    let (rows, row) = match planned.shape[..] {
+        [len] => (len, 1),
+        [.., row] => (planned.shape.iter().product::<usize>() / row.max(1), row.max(1)),
+        [] => (1, 1),
+    };
+    let rows = rows / planned.stored.len().max(1);
     let block = (BLOCK / row).max(1);
     let mut values = vec![0f32; block.min(rows) * row];
-    for first in (0..rows).step_by(block) {
-        let count = block.min(rows - first);
-        let values = &mut values[..count * row];
-        if planned.change.interleave_heads.is_some() {
-            for (i, out) in values.chunks_exact_mut(row).enumerate() {
-                let source = planned.first_row + planned.change.source_row(first + i, rows);
-                files.read_part(&planned.stored, source * row, out)?;
+    for stored in &planned.stored {
+        for first in (0..rows).step_by(block) {
+            let count = block.min(rows - first);
+            let values = &mut values[..count * row];
+            if planned.change.interleave_heads.is_some() {
+                for (i, out) in values.chunks_exact_mut(row).enumerate() {
+                    let source = planned.first_row + planned.change.source_row(first + i, rows);
+                    files.read_part(stored, source * row, out)?;
+                }
+            } else {
+                files.read_part(stored, (planned.first_row + first) * row, values)?;
+                files.discard(stored);
             }
-        } else {
-            files.read_part(&planned.stored, (planned.first_row + first) * row, values)?;
-            files.discard(&planned.stored);
+            planned.change.apply(values);
+            take(stored, values)?;
         }
-        planned.change.apply(values);
-        take(values)?;
+        files.discard(stored);
     }
-    files.discard(&planned.stored);
     Ok(())
 }
 

@@ -158,6 +158,7 @@ pub(super) struct Mixture {
     layers: usize,
     tied: bool,
     seventy_b: bool,
+    has_eight_experts: bool,
 }
 
 impl Mixture {
@@ -170,14 +171,23 @@ impl Mixture {
                 GgufSeventyB::Always => true,
             };
         // In llama.cpp Gemma's head is its embedding, which then counts as the output.
-        Self { kind, layers: config.num_layers(), tied: config.tie_word_embeddings, seventy_b }
+        Self {
+            kind,
+            layers: config.num_layers(),
+            tied: config.tie_word_embeddings,
+            seventy_b,
+            has_eight_experts: config.experts().next().is_some_and(|experts| experts.count == 8),
+        }
     }
 
     /// Returns the type of the tensor `name` (as in the file), and its type if its rows were whole
     /// blocks.
     pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
         let default = self.kind.default_type();
-        let &[_, row] = shape else { return (BlockType::F32, BlockType::F32) };
+        let &[.., _, row] = shape else { return (BlockType::F32, BlockType::F32) };
+        if name.ends_with("ffn_gate_inp.weight") {
+            return (BlockType::F32, BlockType::F32);
+        }
         if !default.is_quantized() {
             return (default, default);
         }
@@ -197,12 +207,18 @@ impl Mixture {
                 BlockType::Q8_0 => BlockType::Q8_0,
                 _ => BlockType::Q6K,
             },
+            "attn_k.weight" | "attn_v.weight" if self.has_eight_experts => BlockType::Q8_0,
+            "attn_output.weight" if self.has_eight_experts && self.kind == GgufType::Q4KM => BlockType::Q5K,
             "attn_v.weight" | "attn_qkv.weight" => match default {
                 _ if mixed && self.gets_more_bits(layer) => BlockType::Q6K,
                 BlockType::Q4K if self.seventy_b => BlockType::Q5K,
                 _ => default,
             },
-            "ffn_down.weight" if mixed && self.gets_more_bits(layer) => BlockType::Q6K,
+            "ffn_down.weight" | "ffn_down_exps.weight" | "ffn_down_shexp.weight"
+                if mixed && self.gets_more_bits(layer) =>
+            {
+                BlockType::Q6K
+            }
             _ => default,
         }
     }
@@ -219,7 +235,25 @@ mod tests {
     use super::*;
 
     fn mixture(kind: GgufType, layers: usize, tied: bool) -> Mixture {
-        Mixture { kind, layers, tied, seventy_b: false }
+        Mixture { kind, layers, tied, seventy_b: false, has_eight_experts: false }
+    }
+
+    /// Of llama-quant.cpp, for eight experts; the down projections of experts are like others.
+    #[test]
+    fn models_with_eight_experts_get_more_bits_in_attention() {
+        let chosen = |name: &str, experts| {
+            let mixture = Mixture { has_eight_experts: experts == 8, ..mixture(GgufType::Q4KM, 32, false) };
+            mixture.choose(name, &[256, 256]).0
+        };
+        for (name, eight, more) in [
+            ("blk.9.attn_k.weight", BlockType::Q8_0, BlockType::Q4K),
+            ("blk.9.attn_v.weight", BlockType::Q8_0, BlockType::Q4K),
+            ("blk.9.attn_output.weight", BlockType::Q5K, BlockType::Q4K),
+            ("blk.0.ffn_down_exps.weight", BlockType::Q6K, BlockType::Q6K),
+            ("blk.9.ffn_gate_inp.weight", BlockType::F32, BlockType::F32),
+        ] {
+            assert_eq!((chosen(name, 8), chosen(name, 64)), (eight, more), "{name}");
+        }
     }
 
     #[test]

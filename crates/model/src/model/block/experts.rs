@@ -22,8 +22,8 @@ use crate::model::lora::DropoutSource;
 use crate::ops::elementwise::add;
 use crate::ops::embedding::embed;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, balance_experts, choose_experts, choose_experts_backward, combine_rows,
-    scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertRows, RowsOfExpert, balance_experts, choose_experts, choose_experts_backward,
+    combine_rows, scale_rows, scale_rows_backward,
 };
 use crate::ops::glu::{glu, glu_backward};
 use crate::ops::{Addend, empty};
@@ -36,7 +36,7 @@ pub struct ExpertsWeights {
     pub mixer: Experts,
     /// The projection to a logit for each expert.
     pub router: MergedLinear,
-    /// The experts.
+    /// The experts, in the order of their numbers.
     pub experts: Vec<ExpertWeights>,
     /// The expert of every token.
     pub shared: Option<SharedExpertWeights>,
@@ -118,7 +118,8 @@ impl PendingExperts<'_> {
             return Ok(());
         }
         let copies = copied(x, &self.rows)?;
-        for (pending, (_, start, len)) in self.experts.into_iter().zip(self.rows.of_experts()) {
+        for (pending, RowsOfExpert { start, len, .. }) in self.experts.into_iter().zip(self.rows.of_experts())
+        {
             pending.add(&copies.narrow(0, start, len)?)?;
         }
         Ok(())
@@ -173,7 +174,7 @@ impl ExpertsWeights {
         let (mut saved, product) = self.gated(pass, x)?;
         let (rows, _) = product.dims2()?;
         let y = empty(rows, x.dim(1)?, x.dtype(), x.device())?;
-        for ((expert, start, len), loras) in saved.rows.of_experts().zip(&mut saved.loras) {
+        for (RowsOfExpert { expert, start, len }, loras) in saved.rows.of_experts().zip(&mut saved.loras) {
             let (product, y) = (product.narrow(0, start, len)?, y.narrow(0, start, len)?);
             let down = &self.experts[expert].down;
             loras[1] = linear::forward_into(down, &product, &y, Addend::Nothing, pass.branch())?;
@@ -191,7 +192,7 @@ impl ExpertsWeights {
     /// `down_proj`.
     pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ExpertsSaved> {
         let (mut saved, product) = self.gated(pass, x)?;
-        for ((expert, start, len), loras) in saved.rows.of_experts().zip(&mut saved.loras) {
+        for (RowsOfExpert { expert, start, len }, loras) in saved.rows.of_experts().zip(&mut saved.loras) {
             let product = || Ok(product.narrow(0, start, len)?);
             loras[1] = linear::recompute(&self.experts[expert].down, product, pass.branch())?;
         }
@@ -208,7 +209,7 @@ impl ExpertsWeights {
         let rows = ExpertRows::of(&choice, mixer.count)?;
         let x = copied(x, &rows)?;
         let gate_up = empty(x.dim(0)?, 2 * mixer.width, x.dtype(), x.device())?;
-        let through = |(expert, start, len): (usize, usize, usize)| -> Result<[LoraSaved; 2]> {
+        let through = |RowsOfExpert { expert, start, len }| -> Result<[LoraSaved; 2]> {
             let (x, y) = (x.narrow(0, start, len)?, gate_up.narrow(0, start, len)?);
             let layer = &self.experts[expert].gate_up;
             let saved = linear::forward_into(layer, &x, &y, Addend::Nothing, pass.branch())?;
@@ -235,7 +236,7 @@ impl ExpertsWeights {
         drop(dproduct);
         let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
         let dx = need_dx.then(|| empty(count, width, dgate_up.dtype(), dgate_up.device())).transpose()?;
-        let through = |((expert, start, len), loras): ((usize, usize, usize), &'_ [LoraSaved; 2])| {
+        let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let dx = dx.as_ref().map(|dx| dx.narrow(0, start, len)).transpose()?;
             let dy = dgate_up.narrow(0, start, len)?;
             linear::backward_parts(&self.experts[expert].gate_up, &loras[0], &dy, dx.as_ref(), source)
@@ -272,14 +273,14 @@ impl ExpertsWeights {
     ) -> Result<(TensorMut, Tensor)> {
         let (dout, mixer) = (copied(dout, &saved.rows)?, &self.mixer);
         let dproduct = empty(dout.dim(0)?, mixer.width, dout.dtype(), dout.device())?;
-        let through = |((expert, start, len), loras): ((usize, usize, usize), &'_ [LoraSaved; 2])| {
+        let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let (dy, dx) = (dout.narrow(0, start, len)?, dproduct.narrow(0, start, len)?);
             linear::backward_parts(&self.experts[expert].down, &loras[1], &dy, Some(&dx), source)
         };
         let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);
         let dweights = scale_rows_backward(&product, &dproduct, &saved.choice.weights, &saved.rows)?;
-        for (pending, (_, start, len)) in pending.into_iter().zip(saved.rows.of_experts()) {
+        for (pending, RowsOfExpert { start, len, .. }) in pending.into_iter().zip(saved.rows.of_experts()) {
             pending.add(&product.narrow(0, start, len)?.into_tensor())?;
         }
         Ok((dproduct, dweights))
@@ -288,7 +289,7 @@ impl ExpertsWeights {
     /// Makes zeros of the gradients of experts without rows that a micro-batch overwrites.
     fn clear_others(&self, rows: &ExpertRows) -> Result<()> {
         let mut used = vec![false; self.experts.len()];
-        rows.of_experts().for_each(|(expert, ..)| used[expert] = true);
+        rows.of_experts().for_each(|rows| used[rows.expert] = true);
         let unused = self.experts.iter().zip(used).filter(|(_, used)| !used);
         unused.map(|(expert, _)| expert).try_for_each(|ExpertWeights { gate_up, down }| {
             gate_up.clear_overwritten_gradients()?;

@@ -33,7 +33,7 @@ pub struct SharedExpertWeights {
 /// The tensors that backward needs.
 #[derive(Debug, Clone)]
 pub(super) struct SharedExpertSaved {
-    /// `[N, 2F]`.
+    /// Gates and ups, `[N, 2F]`.
     gate_up: Tensor,
     lora_gate_up: LoraSaved,
     lora_down: LoraSaved,

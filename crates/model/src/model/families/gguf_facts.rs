@@ -31,6 +31,8 @@ pub struct GgufFacts {
     pub logit_softcap: GgufSoftcap,
     /// True if the head must be the embedding, false if it must not; `None`: either.
     pub tied_head: Option<bool>,
+    /// The experts; `None`: the architecture has none.
+    pub experts: Option<GgufExperts>,
     /// The sliding windows; `None`: every layer attends to all previous tokens.
     pub windows: Option<GgufWindows>,
     /// True if a key sets the rotated width of a head; otherwise all of it is rotated.
@@ -73,6 +75,15 @@ impl GgufSoftcap {
             GgufSoftcap::Always => cap.is_some(),
         }
     }
+}
+
+/// The experts of an architecture of llama.cpp, which every layer has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GgufExperts {
+    /// True if the weights of a token's experts sum to 1.
+    pub renormalizes: bool,
+    /// True if a key sets their inner width, instead of that of a model without experts.
+    pub has_width: bool,
 }
 
 /// The sliding windows of an architecture of llama.cpp.
@@ -158,6 +169,7 @@ impl GgufFacts {
         attention_softcap: GgufSoftcap::Never,
         logit_softcap: GgufSoftcap::Never,
         tied_head: None,
+        experts: None,
         windows: None,
         rotates_partly: false,
         local_rope: None,

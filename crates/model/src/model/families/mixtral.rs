@@ -1,7 +1,8 @@
 //! Mixtral: Mistral with experts instead of MLPs.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
+use super::llama;
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -14,7 +15,7 @@ const EXPERTS: ExpertKeys =
 
 pub(super) static MIXTRAL: Architecture = Architecture {
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { experts: Some(GgufExperts { renormalizes: true, has_width: false }), ..llama::GGUF },
     ..parts::architecture("mixtral", &["mixtral"], compose)
 };
 

@@ -44,7 +44,8 @@ use serde_json::Value;
 
 pub use architecture::Architecture;
 pub use gguf_facts::{
-    GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding, GgufSoftcap, GgufWindows,
+    GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding, GgufSoftcap,
+    GgufWindows,
 };
 
 use super::config::ModelConfig;

@@ -1,7 +1,7 @@
 //! OLMoE: Llama with experts instead of MLPs, and norms of q and k over all heads together.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::olmo2;
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
@@ -17,8 +17,15 @@ const EXPERTS: ExpertKeys = ExpertKeys {
     aux_coefficient: 0.01,
 };
 
-pub(super) static OLMOE: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("olmoe", &["olmoe"], compose) };
+pub(super) static OLMOE: Architecture = Architecture {
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        tied_head: Some(false),
+        experts: Some(GgufExperts { renormalizes: false, has_width: false }),
+        ..GgufFacts::usual("olmoe")
+    },
+    ..parts::architecture("olmoe", &["olmoe"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     if let Some(clip) = keys.opt_f64("clip_qkv")? {

@@ -2,7 +2,7 @@
 //! shared one.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::Result;
@@ -17,8 +17,15 @@ const EXPERTS: ExpertKeys = ExpertKeys {
     aux_coefficient: 0.001,
 };
 
-pub(super) static QWEN2_MOE: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("qwen2_moe", &["qwen2_moe"], compose) };
+pub(super) static QWEN2_MOE: Architecture = Architecture {
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        tied_head: Some(false),
+        experts: Some(GgufExperts { renormalizes: false, has_width: true }),
+        ..GgufFacts::usual("qwen2moe")
+    },
+    ..parts::architecture("qwen2_moe", &["qwen2_moe"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let slides = keys.bool_or("use_sliding_window", false)?;

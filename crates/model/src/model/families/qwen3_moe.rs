@@ -2,7 +2,7 @@
 //! layers.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -17,8 +17,13 @@ const EXPERTS: ExpertKeys = ExpertKeys {
     aux_coefficient: 0.001,
 };
 
-pub(super) static QWEN3_MOE: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose) };
+pub(super) static QWEN3_MOE: Architecture = Architecture {
+    gguf: GgufFacts {
+        experts: Some(GgufExperts { renormalizes: true, has_width: true }),
+        ..GgufFacts::usual("qwen3moe")
+    },
+    ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let slides = keys.bool_or("use_sliding_window", false)?;

@@ -28,7 +28,8 @@ pub struct ExpertChoice {
     pub weights: Tensor,
 }
 
-/// Chooses the experts of each token by `logits: [N, E]`. Of equal logits the first ones count.
+/// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. Of equal
+/// logits the first ones count.
 ///
 /// # Errors
 /// Fails if `logits` is not a contiguous matrix of floating-point values, or an operation of the

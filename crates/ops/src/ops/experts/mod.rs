@@ -20,7 +20,7 @@ pub use balance::balance_experts;
 pub(crate) use balance::reference as balance_reference;
 pub use choice::{ExpertChoice, Router, choose_experts, choose_experts_backward};
 pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
-pub use rows::{ExpertRows, combine_rows, scale_rows, scale_rows_backward};
+pub use rows::{ExpertRows, RowsOfExpert, combine_rows, scale_rows, scale_rows_backward};
 pub(crate) use rows::{combine_reference, scale_reference, scale_reference_backward};
 
 /// Maximum number of experts that a kernel chooses from.

@@ -22,6 +22,17 @@ use crate::runtime::trace::{SpanInfo, span};
 #[derive(Debug, Clone)]
 pub struct ExpertRows(Arc<Order>);
 
+/// The rows of one expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowsOfExpert {
+    /// The number of the expert.
+    pub expert: usize,
+    /// The first of its rows.
+    pub start: usize,
+    /// The number of its rows.
+    pub len: usize,
+}
+
 #[derive(Debug)]
 struct Order {
     /// Rows of expert e: `starts[e]..starts[e + 1]`.
@@ -95,13 +106,14 @@ impl ExpertRows {
         self.0.starts.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
-    /// Returns each expert that has rows with its first row and their number.
-    pub fn of_experts(&self) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+    /// Returns the rows of each expert that has some.
+    pub fn of_experts(&self) -> impl Iterator<Item = RowsOfExpert> + '_ {
         let ends = self.0.starts.windows(2).enumerate();
-        ends.map(|(expert, ends)| (expert, ends[0], ends[1] - ends[0])).filter(|(_, _, len)| *len > 0)
+        let rows = ends.map(|(expert, ends)| RowsOfExpert { expert, start: ends[0], len: ends[1] - ends[0] });
+        rows.filter(|rows| rows.len > 0)
     }
 
-    /// Returns its tensors on the device, for counts of memory.
+    /// Returns its tensors on the device, `[R]` and `[N, k]` u32, for counts of memory.
     pub fn tensors(&self) -> &[Tensor; 2] {
         &self.0.on_device
     }
