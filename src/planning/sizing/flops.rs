@@ -9,7 +9,8 @@
 //! The primes leave out the last block, which is not recomputed. If neither a norm nor DoRA reads
 //! the output of a `down_proj`, they also leave out its weights and the B of its adapter.
 //!
-//! N are the weights of the blocks' linear layers (of experts, those of a token), H those of the output layer (6 H if an adapter's
+//! N are the weights of the blocks' linear layers (of experts, those of a token), H those of the
+//! output layer (6 H if an adapter's
 //! run trains its weight), L those of adapters, A attention's forward. A product of a weight is 2
 //! operations. Its backward is one product for the input, and one for the weight if that trains
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5

@@ -403,8 +403,8 @@ impl TrainLoop<'_> {
         Ok((report, agreed))
     }
 
-    /// Returns the metrics of experts by name: the largest and the smallest load of an expert, and the
-    /// loss that balances them, if the run has one.
+    /// Returns the metrics of experts by name: the largest and the smallest load of an expert, and
+    /// the loss that balances them, if the run has one.
     fn of_experts(&self, experts: &ExpertLoad) -> Vec<(String, f64)> {
         let loads = experts.relative();
         if loads.is_empty() {

@@ -143,8 +143,8 @@ impl LossSums {
         Ok(())
     }
 
-    /// Reads the loss from the device, and reduces all sums over the ranks with `sum`, which gets the
-    /// loss first.
+    /// Reads the loss from the device, and reduces all sums over the ranks with `sum`, which gets
+    /// the loss first.
     pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<StepSums> {
         let LossSums { loss, mut metrics, mut experts } = self;
         let mut values = vec![loss.read()?];

@@ -93,8 +93,8 @@ impl BlockPart {
         matches!(self, BlockPart::DownProj | BlockPart::ExpertDown(_) | BlockPart::SharedDown)
     }
 
-    /// Returns true for a linear layer that decides about experts: it is never quantized, and adapted
-    /// only by its name.
+    /// Returns true for a linear layer that decides about experts: it is never quantized, and
+    /// adapted only by its name.
     pub fn is_router(self) -> bool {
         matches!(self, BlockPart::Router | BlockPart::SharedFactor)
     }

@@ -53,7 +53,7 @@ impl WeightShape {
 pub struct BlockModule {
     /// The role in the block.
     pub part: BlockPart,
-    /// The name in the checkpoint, after that of the block; `{}` stands for the number of an expert.
+    /// The name in the checkpoint, after that of the block; `{}` stands for an expert's number.
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,

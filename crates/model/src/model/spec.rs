@@ -10,7 +10,7 @@ use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 pub enum Role {
     /// A matrix: decayed.
     Weight,
-    /// The matrix of a router of experts, or of the factor on a shared one: decayed, never quantized.
+    /// The matrix of a router of experts, or of the factor on a shared one: decayed, not quantized.
     Router,
     /// A token table: decayed.
     Embedding,

@@ -246,9 +246,9 @@ mod tests {
             mixture.choose(name, &[256, 256]).0
         };
         for (name, eight, more) in [
-            ("blk.9.attn_k.weight", BlockType::Q8_0, BlockType::Q4K),
-            ("blk.9.attn_v.weight", BlockType::Q8_0, BlockType::Q4K),
-            ("blk.9.attn_output.weight", BlockType::Q5K, BlockType::Q4K),
+            ("blk.10.attn_k.weight", BlockType::Q8_0, BlockType::Q4K),
+            ("blk.10.attn_v.weight", BlockType::Q8_0, BlockType::Q4K),
+            ("blk.10.attn_output.weight", BlockType::Q5K, BlockType::Q4K),
             ("blk.0.ffn_down_exps.weight", BlockType::Q6K, BlockType::Q6K),
             ("blk.9.ffn_gate_inp.weight", BlockType::F32, BlockType::F32),
         ] {
@@ -299,7 +299,7 @@ mod tests {
             (G::Q4KM, false, "token_embd.weight", 256, Q4K),
             (G::Q4KM, true, "token_embd.weight", 256, Q6K),
             (G::Q4KM, false, "blk.0.attn_norm.weight", 0, F32),
-            (G::Q5KM, false, "blk.9.attn_v.weight", 256, Q6K),
+            (G::Q5KM, false, "blk.10.attn_v.weight", 256, Q6K),
             (G::Q5KM, false, "blk.8.attn_v.weight", 256, Q5K),
             (G::Q5KM, false, "blk.10.ffn_down.weight", 256, Q6K),
             (G::Q5KM, false, "token_embd.weight", 256, Q5K),

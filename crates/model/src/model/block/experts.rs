@@ -6,8 +6,8 @@
 //!
 //! The rows of an expert's tokens are copied side by side, so that each of its layers is one
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
-//! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order of
-//! the experts. Backward recomputes the gated products and the copies of the rows.
+//! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order
+//! of the experts. Backward recomputes the gated products and the copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -53,8 +53,8 @@ pub struct ExpertWeights {
 
 /// The loss that balances the load of the experts, of a micro-batch.
 ///
-/// With c_e the tokens of a step that chose expert e in any layer, and T its tokens times its layers
-/// with experts, the loss is `Σ_e pull_e · Σ p_e` with `pull_e = coefficient · E · c_e / T²`. The
+/// With c_e the tokens of a step that chose expert e in any layer, and T its tokens times its
+/// layers with experts, the loss is `Σ_e pull_e · Σ p_e` with `pull_e = coefficient · E · c_e / T²`. The
 /// gradient takes c as constant. Since c is of the whole step, micro-batches and ranks only add up.
 #[derive(Debug)]
 pub struct ExpertBalance {

@@ -65,8 +65,8 @@ impl PendingShared<'_> {
 }
 
 impl SharedExpertSaved {
-    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, without adapters: of gate and
-    /// up, and of the factor.
+    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, without adapters: of gate
+    /// and up, and of the factor.
     pub(super) fn bytes(shared: &SharedExpert, tokens: usize, dtype: DType) -> [usize; 2] {
         // Of each token: the factor, and its row in both directions.
         let factor = if shared.has_gate { 3 * tokens * DType::F32.size_in_bytes() } else { 0 };

@@ -4,32 +4,15 @@ use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
 use super::cuda;
+use super::order::{ExpertChoice, Router};
 use crate::error::Result;
 use crate::ops::gpu::{Route, are_floats};
 use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// The settings of a router.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Router {
-    /// The number of experts of a token, k.
-    pub chosen: usize,
-    /// True if the weights of a token's experts sum to 1.
-    pub renormalize: bool,
-}
-
-/// The experts of each token.
-#[derive(Debug, Clone)]
-pub struct ExpertChoice {
-    /// The experts, the one of the largest logit first: `[N, k]` u32.
-    pub ids: Tensor,
-    /// Their weights: `[N, k]` f32.
-    pub weights: Tensor,
-}
-
-/// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. Of equal
-/// logits the first ones count.
+/// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. Of
+/// equal logits the first ones count.
 ///
 /// # Errors
 /// Fails if `logits` is not a contiguous matrix of floating-point values, or an operation of the

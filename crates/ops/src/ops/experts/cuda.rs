@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{ExpertChoice, ExpertRows, Router};
+use super::order::{ExpertChoice, ExpertRows, Router};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;

@@ -1,6 +1,6 @@
 //! A mixture of experts around its products: the router's choice of experts for each token
-//! (forward and backward), the loss that balances their load, and the ways of rows to the experts and
-//! back.
+//! (forward and backward), the loss that balances their load, and the ways of rows to the experts
+//! and back.
 //!
 //! ```text
 //! p = softmax(logits)          the k experts of the largest logits are chosen
@@ -14,14 +14,16 @@ mod balance;
 pub(super) mod cases;
 mod choice;
 mod cuda;
+mod order;
 mod rows;
 
 pub use balance::balance_experts;
 pub(crate) use balance::reference as balance_reference;
-pub use choice::{ExpertChoice, Router, choose_experts, choose_experts_backward};
+pub use choice::{choose_experts, choose_experts_backward};
 pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
-pub use rows::{ExpertRows, RowsOfExpert, combine_rows, scale_rows, scale_rows_backward};
+pub use order::{ExpertChoice, ExpertRows, Router, RowsOfExpert};
 pub(crate) use rows::{combine_reference, scale_reference, scale_reference_backward};
+pub use rows::{combine_rows, scale_rows, scale_rows_backward};
 
 /// Maximum number of experts that a kernel chooses from.
 pub const MOST_EXPERTS: usize = 1024;
