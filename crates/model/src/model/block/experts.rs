@@ -54,8 +54,9 @@ pub struct ExpertWeights {
 /// The loss that balances the load of the experts, of a micro-batch.
 ///
 /// With c_e the tokens of a step that chose expert e in any layer, and T its tokens times its
-/// layers with experts, the loss is `Σ_e pull_e · Σ p_e` with `pull_e = coefficient · E · c_e / T²`. The
-/// gradient takes c as constant. Since c is of the whole step, micro-batches and ranks only add up.
+/// layers with experts, the loss is `Σ_e pull_e · Σ p_e`, where `pull_e = coefficient · E · c_e /
+/// T²`. The gradient takes c as constant. Since c is of the whole step, micro-batches and ranks
+/// only add up.
 #[derive(Debug)]
 pub struct ExpertBalance {
     /// pull: `[E]` f32.
