@@ -443,7 +443,7 @@ fn keys_of_one_architecture() {
 #[test]
 fn experts_are_one_tensor_with_their_keys() {
     let sparse = |config: &mut Json| config["mlp_only_layers"] = json!([]);
-    let qwen3 = noise("families/models/tiny-qwen3-moe", &sparse);
+    let qwen3 = noise("families/models/tiny-qwen3-moe", sparse);
     let of = |model: &str| golden("families/models").join(model);
     for (folder, arch, numbers) in [
         (qwen3.path().to_owned(), "qwen3moe", [8, 2, 32, 0]),
@@ -468,7 +468,7 @@ fn experts_are_one_tensor_with_their_keys() {
     }
     // llama.cpp has no key for weights that are not divided by their sum here.
     for (model, renormalized) in [("tiny-olmoe", true), ("tiny-qwen2-moe", true)] {
-        let folder = noise(&format!("families/models/{model}"), &|config: &mut Json| {
+        let folder = noise(&format!("families/models/{model}"), |config: &mut Json| {
             config["norm_topk_prob"] = json!(renormalized);
         });
         let place = tempfile::tempdir().unwrap();

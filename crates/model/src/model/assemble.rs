@@ -138,7 +138,30 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             o: linears(LinearGroup::O)?,
         }),
     };
-    let channel_mixer = match block.channel_mixer {
+    let channel_mixer = channel_mixer(block.channel_mixer, &linears)?;
+    let norms = |before, after| -> Result<MixerNorms> {
+        Ok(MixerNorms {
+            before: hidden_norm(before)?,
+            after: hidden_norm(after)?,
+            factor: block.residual_factor,
+        })
+    };
+    let one_norm = block.residual.is_parallel();
+    let channel_norm = if one_norm { BlockPart::AttnNorm } else { BlockPart::MlpNorm };
+    Ok(BlockWeights {
+        token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
+        token_mixer,
+        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
+        channel_mixer,
+    })
+}
+
+/// Returns the weights of a channel mixer, of the layers that `linears` gives.
+fn channel_mixer(
+    mixer: ChannelMixer,
+    linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+) -> Result<ChannelMixerWeights> {
+    Ok(match mixer {
         ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
             mixer,
             gate_up: linears(LinearGroup::GateUp)?,
@@ -168,20 +191,5 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
                 })
                 .transpose()?,
         }),
-    };
-    let norms = |before, after| -> Result<MixerNorms> {
-        Ok(MixerNorms {
-            before: hidden_norm(before)?,
-            after: hidden_norm(after)?,
-            factor: block.residual_factor,
-        })
-    };
-    let one_norm = block.residual.is_parallel();
-    let channel_norm = if one_norm { BlockPart::AttnNorm } else { BlockPart::MlpNorm };
-    Ok(BlockWeights {
-        token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
-        token_mixer,
-        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
-        channel_mixer,
     })
 }
