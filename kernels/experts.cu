@@ -15,15 +15,22 @@ struct Logits {
     float values[PER_LANE];
     // Bit i: expert 32 i + lane exists and is not chosen yet.
     uint32_t left;
+    // True if one of this lane's logits is NaN. It counts as the smallest number, so that all lanes
+    // agree about the best.
+    bool has_nan;
 };
 
 template <class T> DEVICE inline Logits load_logits(In<T> logits, int64_t token, uint32_t experts) {
     Logits x;
     x.left = 0;
+    x.has_nan = false;
     UNROLL for (int i = 0; i < PER_LANE; i++) {
         uint32_t expert = uint32_t(32 * i) + threadIdx.x % 32;
         bool there = expert < experts;
-        x.values[i] = there ? widen(logits.load(token * experts + expert)) : 0.0f;
+        float value = there ? widen(logits.load(token * experts + expert)) : 0.0f;
+        bool is_nan = value != value;
+        x.values[i] = is_nan ? bits_to_float(0xff800000u) : value;
+        x.has_nan = x.has_nan || is_nan;
         if (there) x.left |= 1u << i;
     }
     return x;
@@ -76,6 +83,8 @@ DEVICE inline void choose(In<T> logits, Out<uint32_t> ids, Out<float> weights, u
     float weight = lane < chosen ? expf(mine.value - max) : 0.0f;
     float sum = warp_sum(weight);
     if (!renormalize) sum += sum_of_left(x, max);
+    // A NaN anywhere makes NaNs of the weights, so that the loss shows it.
+    if (warp_max(x.has_nan ? 1.0f : 0.0f) > 0.0f) sum = bits_to_float(0x7fc00000u);
     if (lane < chosen) {
         ids.store(token * chosen + lane, mine.expert);
         weights.store(token * chosen + lane, weight / sum);

@@ -10,7 +10,6 @@ use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, availa
 use super::memory_parts::MemoryParts;
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
-use super::router_aux_loss::objective_cost;
 use super::run_params::{ParamCache, RunParams};
 use super::traffic;
 use crate::data::Dataset;
@@ -19,6 +18,7 @@ use crate::export::bitsandbytes::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
+use crate::objectives;
 use crate::optim::OptimizerOptions;
 use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy, SharedFrozen};
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
@@ -335,7 +335,7 @@ fn how<'a>(
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
         frozen_ranks: if engine.traits.on_host() { engine.frozen.ranks() } else { 1 },
-        objective: objective_cost(recipe),
+        objective: objectives::objective(&recipe.objective).cost(),
     })
 }
 

@@ -202,11 +202,15 @@ impl BlockStep<'_> {
         let (d, f, k) = (self.step.config.hidden_size, experts.width, experts.router.chosen);
         let (rows, copies) = (|width| self.step.rows(width), |width| self.step.rows(k * width));
         let (gate_up, down) = (LinearGroup::ExpertGateUp(0), LinearGroup::ExpertDown(0));
+        // The gradients of gates and ups that wait for the input, for the gradients of weights.
+        let waiting = if self.step.has_adapter { 0 } else { copies(2 * f) };
+        let shared_width = experts.shared.map_or(0, |shared| shared.width);
+        let waiting_shared = self.until_norm(2 * shared_width);
         // The shared expert's gradients beside the copies of the input's.
         let of_shared = experts.shared.map_or(0, |shared| {
             let through = [LinearGroup::SharedGateUp, LinearGroup::SharedDown];
             let most = through.map(|group| self.product_backward(group)).into_iter().max();
-            rows(2 * d + 3 * shared.width) + copies(d) + most.unwrap_or(0)
+            rows(2 * d + 3 * shared.width) + copies(d) + waiting + most.unwrap_or(0)
         });
         vec![
             of_shared,
@@ -218,7 +222,7 @@ impl BlockStep<'_> {
             rows(d) + copies(2 * f + d) + self.product_backward(gate_up),
             rows(3 * d) + copies(d),
             // The input is copied again for the gradients of its layers.
-            rows(4 * d) + copies(d) + if self.step.has_adapter { 0 } else { copies(2 * f) },
+            rows(4 * d) + copies(d) + waiting + waiting_shared,
             // Forward: the copies of the input; the product and the weighted one; the copies of the
             // output.
             rows(2 * d) + copies(d) + self.product_forward(gate_up),

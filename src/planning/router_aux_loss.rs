@@ -26,8 +26,9 @@ pub(crate) fn router_aux_loss(recipe: &Recipe, model: &ModelConfig) -> Result<f6
 
 /// Returns the work and memory beside cross-entropy: those of the objective, and the forward that
 /// counts the load of experts before a loss can balance it.
-pub(super) fn objective_cost(recipe: &Recipe) -> ObjectiveCost {
+pub(crate) fn objective_cost(recipe: &Recipe, model: &ModelConfig) -> ObjectiveCost {
     let cost = objectives::objective(&recipe.objective).cost();
-    let counts = recipe.train.router_aux_loss != AutoOr::Fixed(0.0);
+    // A recipe that is refused costs nothing more.
+    let counts = router_aux_loss(recipe, model).is_ok_and(|coefficient| coefficient > 0.0);
     ObjectiveCost { extra_forwards: cost.extra_forwards + usize::from(counts), ..cost }
 }

@@ -13,8 +13,8 @@ use crate::clock;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
 use crate::loading::{EngineOptions, Trains};
-use crate::objectives;
 use crate::planning::Plan;
+use crate::planning::router_aux_loss::objective_cost;
 use crate::planning::sizing::flops::{TokenFlops, TrainedWeights};
 use crate::planning::sizing::hardware::called_by_driver;
 use crate::planning::sizing::mean_lengths;
@@ -131,7 +131,7 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.longest_row() as f64);
     let trained = TrainedWeights::of(&plan.base.config, &descs);
     let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute)
-        .with_objective(objectives::objective(&plan.recipe.objective).cost());
+        .with_objective(objective_cost(&plan.recipe, &plan.base.config));
     let peak = tflops * 1e12 * plan.ranks as f64;
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))
 }

@@ -136,7 +136,7 @@ impl SizingRequest<'_> {
     pub(super) fn flops(&self, recipe: &Recipe, step: &PlannedStep, row: f64) -> TokenFlops {
         let config = &self.inputs.base.config;
         TokenFlops::new(config, TrainedWeights::of(config, &step.descs), row, step.fit.recompute)
-            .with_objective(objective_cost(recipe))
+            .with_objective(objective_cost(recipe, config))
     }
 
     /// Returns the passes of a micro-batch that dequantize: forward, backward, and recomputing

@@ -110,7 +110,12 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
     let most = count.min(MOST_CHOSEN);
     let chosen = keys.opt_size("num_experts_per_tok", most)?.unwrap_or(family.chosen);
     if chosen > most {
-        return Err(refused("num_experts_per_tok", chosen, &format!("1 to {most}")));
+        return Err(Error::user("`num_experts_per_tok` is missing")
+            .because(format!("its default {chosen} is above the accepted 1 to {most}")));
+    }
+    let aux_coefficient = keys.f64_or("router_aux_loss_coef", family.aux_coefficient)?;
+    if aux_coefficient < 0.0 {
+        return Err(refused("router_aux_loss_coef", aux_coefficient, "0 or above"));
     }
     let renormalize = family.renormalize || keys.bool_or("norm_topk_prob", false)?;
     Ok(Experts {
@@ -118,7 +123,7 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
         router: Router { chosen, renormalize },
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
-        aux_coefficient: keys.f64_or("router_aux_loss_coef", family.aux_coefficient)?,
+        aux_coefficient,
         shared: None,
     })
 }

@@ -80,11 +80,13 @@ pub fn choose_experts_backward(
 
 /// Chooses the experts of one token.
 fn choose_of_row(logits: &mut [f32], ids: &mut [u32], weights: &mut [f32], renormalize: bool) {
+    // A NaN anywhere makes NaNs of the weights, so that the loss shows it.
+    let has_nan = logits.iter().any(|x| x.is_nan());
     let mut largest = f32::NEG_INFINITY;
     for (at, (id, weight)) in ids.iter_mut().zip(weights.iter_mut()).enumerate() {
         let left = (0..logits.len()).filter(|e| !logits[*e].is_nan());
         let best = left.reduce(|best, e| if logits[e] > logits[best] { e } else { best });
-        // NaNs choose any experts, with weights that make a NaN of the loss.
+        // Only NaNs are left: any experts.
         let (best, logit) = best.map_or((at, f32::NAN), |best| (best, logits[best]));
         if at == 0 {
             largest = logit;
@@ -94,7 +96,7 @@ fn choose_of_row(logits: &mut [f32], ids: &mut [u32], weights: &mut [f32], renor
     }
     let of_others = logits.iter().filter(|x| !x.is_nan()).map(|x| (x - largest).exp());
     let rest: f32 = if renormalize { 0.0 } else { of_others.sum() };
-    let sum = weights.iter().sum::<f32>() + rest;
+    let sum = if has_nan { f32::NAN } else { weights.iter().sum::<f32>() + rest };
     weights.iter_mut().for_each(|weight| *weight /= sum);
 }
 
