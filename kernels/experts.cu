@@ -246,19 +246,19 @@ DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, 
         uint32_t experts, uint32_t chosen, uint32_t renormalize
 
 // ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`. A warp a token, 8 a block.
-KERNEL BOUNDS(256, 3) choose_experts_bf16(CHOOSE_BF16) {
+KERNEL BOUNDS(256, 2) choose_experts_bf16(CHOOSE_BF16) {
     choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
 }
 // Like choose_experts_bf16.
-KERNEL BOUNDS(256, 3) choose_experts_f32(CHOOSE_F32) {
+KERNEL BOUNDS(256, 2) choose_experts_f32(CHOOSE_F32) {
     choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
 }
 // d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a token, 8 a block.
-KERNEL BOUNDS(256, 3) choose_experts_backward_bf16(CHOICE_BF16) {
+KERNEL BOUNDS(256, 2) choose_experts_backward_bf16(CHOICE_BF16) {
     choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
 }
 // Like choose_experts_backward_bf16.
-KERNEL BOUNDS(256, 3) choose_experts_backward_f32(CHOICE_F32) {
+KERNEL BOUNDS(256, 2) choose_experts_backward_f32(CHOICE_F32) {
     choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
 }
 
