@@ -80,8 +80,8 @@ fn every_op_passes_in_reverse_with_late_copies() {
     check(EmulatorSchedule { order: Order::Reverse, late_copies: true, counts: false });
 }
 
-/// The experts of a token with NaNs exist, each once, and its weights show the fault; other tokens are
-/// as before.
+/// The experts of a token with NaNs exist, and its weights show the fault; other tokens are as
+/// before.
 #[test]
 fn a_router_chooses_experts_by_nans_too() -> Result<()> {
     for (experts, chosen) in [(8, 2), (70, 5)] {
