@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::gpu::Route;
 use super::matmul::{ColumnView, sum_rows};
-use super::rms_norm::{self, NormKind, RowMoments};
+use super::rms_norm::{self, NormKind, RowMoments, add_gain_reference, with_residual};
 use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -244,15 +244,9 @@ pub(crate) fn reference_backward(
     let q = dy.broadcast_mul(&gain)?;
     let slope = (&q * &normed)?.mean_keepdim(1)?;
     let centered = q.broadcast_sub(&q.mean_keepdim(1)?)?;
-    let mut dx = (centered - normed.broadcast_mul(&slope)?)?.broadcast_mul(&inverse)?;
-    if let Some(residual) = residual {
-        dx = (dx + residual.to_dtype(DType::F32)?)?;
-    }
-    if let Some(dweight) = dweight {
-        let sum = ((&dy * &normed)?.sum(0)? + &**dweight)?;
-        dweight.slice_set(&sum.contiguous()?, 0, 0)?;
-    }
-    Ok(dx.to_dtype(x.dtype())?)
+    let dx = (centered - normed.broadcast_mul(&slope)?)?.broadcast_mul(&inverse)?;
+    add_gain_reference(dweight, &dy, &normed)?;
+    with_residual(dx, residual, x.dtype())
 }
 
 /// Returns `((x − mean) / σ, 1 / σ)` in f32.

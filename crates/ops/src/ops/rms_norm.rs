@@ -270,15 +270,25 @@ pub(crate) fn reference_backward(
     let gain = (weight.to_dtype(DType::F32)? + f64::from(kind.offset()))?;
     let q = dy.broadcast_mul(&gain)?;
     let mean = (&q * &normed)?.mean_keepdim(1)?;
-    let mut dx = (q - normed.broadcast_mul(&mean)?)?.broadcast_mul(&inverse)?;
-    if let Some(residual) = residual {
-        dx = (dx + residual.to_dtype(DType::F32)?)?;
-    }
-    if let Some(dweight) = dweight {
-        let sum = ((&dy * &normed)?.sum(0)? + &**dweight)?;
-        dweight.slice_set(&sum.contiguous()?, 0, 0)?;
-    }
-    Ok(dx.to_dtype(x.dtype())?)
+    let dx = (q - normed.broadcast_mul(&mean)?)?.broadcast_mul(&inverse)?;
+    add_gain_reference(dweight, &dy, &normed)?;
+    with_residual(dx, residual, x.dtype())
+}
+
+/// Adds the gradient of a norm's gain, Σ dy · normed over the rows of both.
+pub(super) fn add_gain_reference(dweight: Option<&TensorMut>, dy: &Tensor, normed: &Tensor) -> Result<()> {
+    let Some(dweight) = dweight else { return Ok(()) };
+    let sum = ((dy * normed)?.sum(0)? + &**dweight)?;
+    Ok(dweight.slice_set(&sum.contiguous()?, 0, 0)?)
+}
+
+/// Returns `dx` plus the gradient that bypasses the norm, in `dtype`.
+pub(super) fn with_residual(dx: Tensor, residual: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+    let dx = match residual {
+        Some(residual) => (dx + residual.to_dtype(DType::F32)?)?,
+        None => dx,
+    };
+    Ok(dx.to_dtype(dtype)?)
 }
 
 /// Returns `(x / rms, 1 / rms)` in f32.
