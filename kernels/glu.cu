@@ -29,6 +29,14 @@ struct GeluTanh {
     }
 };
 
+// The sigmoid alone.
+struct Sigmoid {
+    DEVICE static inline Activated at(float x) {
+        float s = 1.0f / (1.0f + expf(-x));
+        return Activated{s, s * (1.0f - s)};
+    }
+};
+
 // The square of ReLU; NaN stays NaN.
 struct Relu2 {
     DEVICE static inline Activated at(float x) {
@@ -139,6 +147,10 @@ KERNEL glu_silu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t hal
 KERNEL glu_gelu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
 // Like glu_gelu_bf16, in f32.
 KERNEL glu_gelu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
+// h: [rows, half] = sigmoid(gate) * up of gate_up: [rows, 2 half].
+KERNEL glu_sigmoid_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<Sigmoid>(gate_up, h, rows, half); }
+// Like glu_sigmoid_bf16, in f32.
+KERNEL glu_sigmoid_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<Sigmoid>(gate_up, h, rows, half); }
 
 #define BACKWARD_BF16 In<bf16> gate_up, InOut<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
 #define BACKWARD_F32 In<float> gate_up, InOut<float> dh, Out<float> d, uint32_t rows, uint32_t half
@@ -151,6 +163,10 @@ KERNEL glu_silu_backward_f32(BACKWARD_F32) { backward<Silu>(gate_up, dh, d, rows
 KERNEL glu_gelu_backward_bf16(BACKWARD_BF16) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
 // Like glu_gelu_backward_bf16, in f32.
 KERNEL glu_gelu_backward_f32(BACKWARD_F32) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
+// Like glu_silu_backward_bf16, with the sigmoid alone.
+KERNEL glu_sigmoid_backward_bf16(BACKWARD_BF16) { backward<Sigmoid>(gate_up, dh, d, rows, half); }
+// Like glu_sigmoid_backward_bf16, in f32.
+KERNEL glu_sigmoid_backward_f32(BACKWARD_F32) { backward<Sigmoid>(gate_up, dh, d, rows, half); }
 
 // h: [rows, width] = the activation of this number of x.
 KERNEL activate_bf16(In<bf16> x, Out<bf16> h, uint32_t rows, uint32_t width, uint32_t activation) {

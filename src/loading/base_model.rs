@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::{DType, Device};
 
@@ -29,7 +30,7 @@ use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity, Stack, StoredDtype};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -209,6 +210,21 @@ impl BaseModel {
         };
         base.skipped = base.skipped_layers(quantization)?;
         Ok(base)
+    }
+
+    /// Returns the stacks in which a trained model has the experts of its blocks, by the name of each
+    /// part: those of the files, or all if the weights start random.
+    pub(crate) fn stacks(&self) -> BTreeMap<String, Arc<Stack>> {
+        let mut stacks = BTreeMap::new();
+        for (stack, parts) in model::stacked_experts(&self.config) {
+            let is_stored = |files: &ModelFiles| {
+                parts.iter().all(|(name, _)| files.info(name).is_some_and(|info| info.stack.is_some()))
+            };
+            if self.files.as_ref().is_none_or(is_stored) {
+                stacks.extend(parts.into_iter().map(|(name, _)| (name, Arc::clone(&stack))));
+            }
+        }
+        stacks
     }
 
     /// Returns the linear layers that stay unquantized: those that `quantization` skips, or those

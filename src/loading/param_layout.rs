@@ -141,7 +141,7 @@ pub(crate) fn descs(
     let mut descs = Vec::new();
     for spec in model::parameters(config) {
         let kind = if trains.has(config, spec.module()) {
-            let decay = spec.role.is_matrix();
+            let decay = spec.role.is_decayed();
             ParamKind::Trainable(UpdateRule { decay, lr_group: LrGroup::of_shape(&spec.shape) })
         } else if has_rows(spec.module()) {
             ParamKind::Frozen { dtype: None }

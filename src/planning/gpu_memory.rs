@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use candle_core::DType;
 
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, WeightShape};
+use crate::model::{BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, TokenMixer, WeightShape};
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
@@ -44,6 +44,7 @@ pub(super) struct GpuStep<'a> {
 #[derive(PartialEq)]
 struct BlockShape {
     layers: Vec<LinearLayer>,
+    token_mixer: TokenMixer,
     experts: Option<Experts>,
     has_post_norms: bool,
     is_parallel: bool,
@@ -88,6 +89,7 @@ impl<'a> GpuStep<'a> {
             };
             BlockShape {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
+                token_mixer: config.blocks[block].token_mixer,
                 experts: config.blocks[block].channel_mixer.experts().copied(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
                 is_parallel: config.blocks[block].residual.is_parallel(),
@@ -144,32 +146,52 @@ impl BlockStep<'_> {
     /// backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
         let config = self.step.config;
-        let (d, heads) = (config.hidden_size, config.heads);
-        let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
+        let d = config.hidden_size;
         let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
         // The gradient through the channel mixer, which waits for attention's in a parallel plan.
         let around = if self.shape.is_parallel { rows(d) } else { 0 };
-        let of_attention = [
-            // Beside `around`: through attention's output projection; then attention's output and
-            // its inputs; then through q, k and v to their input, and through its norm.
-            around + rows(2 * d + q) + through(LinearGroup::O),
-            around + rows(2 * d + q + qk + qkv),
-            around + rows(3 * d + qkv) + through(LinearGroup::Qkv),
-            around + rows(5 * d) + self.until_norm(qkv),
+        let mixer = &self.shape.token_mixer;
+        let (input, output) = (mixer.input_width(config.heads), mixer.output_width(config.heads));
+        let of_tokens = [
+            // Beside `around`: through the output projection; then the mixer's inside; then through
+            // the first projections to their input, and through its norm.
+            around + rows(2 * d + output) + through(LinearGroup::O),
+            around + rows(2 * d + self.inside_token_mixer()),
+            around + rows(3 * d + input) + through(LinearGroup::Qkv),
+            around + rows(5 * d) + self.until_norm(input),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),
-            rows(d + q) + self.product_forward(LinearGroup::O),
+            rows(d + output) + self.product_forward(LinearGroup::O),
         ];
         let of_channels = match &self.shape.experts {
             None => self.of_mlp(config.intermediate_size),
             Some(experts) => self.of_experts(experts),
         };
-        let stages = of_attention.into_iter().chain(of_channels);
+        let stages = of_tokens.into_iter().chain(of_channels);
         let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp, LinearGroup::Down];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
         stages.max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
+    }
+
+    /// Returns the values of a token that live together in the backward of a token mixer between
+    /// its projections.
+    fn inside_token_mixer(&self) -> usize {
+        let heads = self.step.config.heads;
+        let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
+        match &self.shape.token_mixer {
+            // The gradient of the output, the rotated q and k, and the gradients of q, k and v.
+            TokenMixer::Attention(mixer) if !mixer.has_gates => q + qk + qkv,
+            // Also the gates with the output and the gradients of both, or the gradients twice.
+            TokenMixer::Attention(_) => (q + qk + qkv + q).max(5 * q).max(2 * (qkv + q) + q),
+            // The gradients of the norm's input and of all inputs, the convolution and its
+            // gradient; or those of all inputs twice.
+            TokenMixer::GatedDelta(mixer) => {
+                let (conv, value) = (mixer.heads.conv_width(), mixer.heads.value_width());
+                (value + mixer.input_width() + 2 * conv).max(2 * mixer.input_width())
+            }
+        }
     }
 
     /// Returns the bytes of a gradient that waits for the norm of a layer's input, since a weight's

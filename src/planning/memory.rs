@@ -183,7 +183,7 @@ impl MemoryPlan {
         memory.activations = kept_bytes(saved, recompute) as u64;
         // The gradients of a block's widest tensors, which backward holds beside the recomputed
         // ones.
-        let widest = widest_channels(config) + config.heads.qkv_width() + 4 * config.hidden_size;
+        let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
         let temporaries = (2 * widest * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;

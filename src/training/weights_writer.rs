@@ -33,9 +33,11 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     let tokenizer = plan.base.result_tokenizer(&plan.rows);
     let Some(adapter_setup) = &plan.adapter_setup else {
         let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
+        let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
             shape: desc.global_shape().to_vec(),
+            stack: stacks.get(&desc.name).cloned(),
             name: desc.name,
         };
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());

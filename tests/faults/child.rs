@@ -140,7 +140,7 @@ fn write_part(folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart) -> 
     }
     let tensor = &tensors[0];
     let entry =
-        WriteEntry { name: tensor.name.clone(), dtype: StoredDtype::F32, shape: tensor.shape.clone() };
+        WriteEntry { name: tensor.name.clone(), dtype: StoredDtype::F32, shape: tensor.shape.clone(), stack: None };
     let path = folder.join("adapter_model.safetensors");
     Ok(vec![write_file(&path, &[entry], |_, sink| tensor.values.write(sink))?])
 }

@@ -203,7 +203,7 @@ fn merge_tied(stored: &[&str], config: &AdapterConfig, tensors: &[AdapterTensor]
     fs::copy(golden("models/tiny-qwen2/config.json"), folder.join("config.json")).expect("copied");
     let entry = |name: &str, of: &str| {
         let info = source.info(of).expect("there");
-        WriteEntry { name: name.into(), dtype: info.dtype, shape: info.shape.clone() }
+        WriteEntry { name: name.into(), dtype: info.dtype, shape: info.shape.clone(), stack: None }
     };
     let mut entries: Vec<WriteEntry> =
         source.names().filter(|&name| name != EMBED_TOKENS).map(|name| entry(name, name)).collect();
@@ -399,6 +399,7 @@ fn adapters_that_cannot_be_used_say_why() {
             name: format!("base_model.model.{Q}.lora_magnitude_vector{end}"),
             dtype: StoredDtype::F32,
             shape: vec![1],
+            stack: None,
         };
         write_file(&dir.join(WEIGHTS_FILE), &[entry(""), entry(".weight")], |_, sink| {
             sink.write_values(&[1f32])
@@ -423,7 +424,7 @@ fn adapters_that_cannot_be_used_say_why() {
     });
     refuse("foreign names", &|dir| {
         text(dir, "adapter_config.json", &config.to_json());
-        let entry = WriteEntry { name: "layers.0.lora_a".into(), dtype: StoredDtype::F32, shape: vec![1] };
+        let entry = WriteEntry { name: "layers.0.lora_a".into(), dtype: StoredDtype::F32, shape: vec![1], stack: None };
         write_file(&dir.join(WEIGHTS_FILE), &[entry], |_, sink| sink.write_values(&[1f32])).expect("written");
     });
     refuse("truncated", &|dir| {

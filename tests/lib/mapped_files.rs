@@ -13,7 +13,7 @@ const ELEMENTS: usize = 1 << 16;
 /// Creates a file of several pages in `folder`.
 fn weights(folder: &Path) -> std::path::PathBuf {
     let path = folder.join("model.safetensors");
-    let entry = WriteEntry { name: "w".into(), dtype: StoredDtype::F32, shape: vec![ELEMENTS] };
+    let entry = WriteEntry { name: "w".into(), dtype: StoredDtype::F32, shape: vec![ELEMENTS], stack: None };
     write_file(&path, &[entry], |_, sink| sink.write_values(&[1.0; ELEMENTS])).unwrap();
     path
 }

@@ -63,6 +63,8 @@ struct Forward {
     info: serde_json::Value,
     /// Tokens of each sequence, without padding.
     sequences: Vec<Vec<u32>>,
+    /// Tokens of a row with padding.
+    row: usize,
 }
 
 impl Forward {
@@ -73,14 +75,15 @@ impl Forward {
         let info: serde_json::Value = serde_json::from_str(&info).unwrap();
         let ids = integers(&files, "input_ids");
         let mask = integers(&files, "attention_mask");
+        let row = files.info("input_ids").unwrap().shape[1];
         let sequences = ids
-            .chunks(32)
-            .zip(mask.chunks(32))
+            .chunks(row)
+            .zip(mask.chunks(row))
             .map(|(ids, mask)| {
                 ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect()
             })
             .collect();
-        Forward { files, info: info[name].clone(), sequences }
+        Forward { files, info: info[name].clone(), sequences, row }
     }
 
     /// Packs the sequences as one micro-batch; every token but the first of each is a label.
@@ -130,7 +133,7 @@ fn logits_equal_transformers() -> Result<()> {
             let wanted = floats(&golden.files, "logits");
             let mut row = 0;
             for (i, sequence) in golden.sequences.iter().enumerate() {
-                let (len, start) = (sequence.len() * vocab, i * 32 * vocab);
+                let (len, start) = (sequence.len() * vocab, i * golden.row * vocab);
                 let difference = largest_difference(&logits[row..row + len], &wanted[start..start + len]);
                 assert!(difference < 1e-4, "{name} {algorithm:?} sequence {i}: {difference}");
                 row += len;

@@ -141,6 +141,7 @@ fn save(trainer: &Trainer, output: &Path) {
                     name: tensor.name.clone(),
                     dtype: StoredDtype::F32,
                     shape: tensor.shape.clone(),
+                    stack: None,
                 };
                 let entries: Vec<WriteEntry> = tensors.iter().map(entry).collect();
                 let path = folder.join("model.safetensors");

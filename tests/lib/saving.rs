@@ -161,6 +161,7 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
                         name: tensor.name.clone(),
                         dtype: StoredDtype::F32,
                         shape: tensor.shape.clone(),
+                        stack: None,
                     };
                     let entries: Vec<WriteEntry> = tensors.iter().map(entry).collect();
                     let path = folder.join(format!("model-{rank}-of-{size}.safetensors"));

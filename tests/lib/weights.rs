@@ -306,7 +306,7 @@ fn a_folder_in_place_of_a_file_is_no_weights() {
 fn reading_converts_and_checks() {
     let dir = temp();
     let values = [1.0f64, -2.5, 3.25, 1e-3];
-    let entry = |name: &str, dtype| WriteEntry { name: name.into(), dtype, shape: vec![2, 2] };
+    let entry = |name: &str, dtype| WriteEntry { name: name.into(), dtype, shape: vec![2, 2], stack: None };
     let entries = [
         entry("f64", StoredDtype::F64),
         entry("f32", StoredDtype::F32),
@@ -353,8 +353,8 @@ fn reading_converts_and_checks() {
 fn candle_reads_what_we_write() {
     let dir = temp();
     let entries = [
-        WriteEntry { name: "half".into(), dtype: StoredDtype::BF16, shape: vec![3] },
-        WriteEntry { name: "full".into(), dtype: StoredDtype::F32, shape: vec![2, 1] },
+        WriteEntry { name: "half".into(), dtype: StoredDtype::BF16, shape: vec![3], stack: None },
+        WriteEntry { name: "full".into(), dtype: StoredDtype::F32, shape: vec![2, 1], stack: None },
     ];
     let path = dir.path().join("x.safetensors");
     let written = write_file(&path, &entries, |entry, sink| {
@@ -397,7 +397,7 @@ fn the_reference_reader_judges_these_otherwise() {
 fn writers_that_give_the_wrong_amount_are_caught() {
     let dir = temp();
     let path = dir.path().join("x.safetensors");
-    let entry = |dtype| [WriteEntry { name: "a".into(), dtype, shape: vec![2] }];
+    let entry = |dtype| [WriteEntry { name: "a".into(), dtype, shape: vec![2], stack: None }];
     let mut errors = Vec::new();
     for values in [&[1.0f32][..], &[1.0; 3]] {
         errors.push(write_file(&path, &entry(StoredDtype::F32), |_, sink| sink.write_values(values)));
@@ -429,7 +429,7 @@ fn a_link_at_the_temporary_name_is_not_followed() {
     put(dir.path(), "victim", "precious");
     let temporary = dir.path().join(format!("{MODEL_FILE}.tmp-{}", std::process::id()));
     std::os::unix::fs::symlink("victim", &temporary).expect("linked");
-    let entries = [WriteEntry { name: "a".into(), dtype: StoredDtype::F32, shape: vec![2] }];
+    let entries = [WriteEntry { name: "a".into(), dtype: StoredDtype::F32, shape: vec![2], stack: None }];
     let error = write_file(&path, &entries, |_, sink| sink.write_values(&[0f32; 2])).expect_err("a link");
     assert_eq!(error.kind(), ErrorCategory::Storage, "{error}");
     assert_eq!(fs::read(&path).expect("still there"), b"before");
@@ -440,7 +440,7 @@ fn a_link_at_the_temporary_name_is_not_followed() {
 fn shards_have_their_hugging_face_names_and_index() {
     let dir = temp();
     let entries: Vec<WriteEntry> = (0..3)
-        .map(|i| WriteEntry { name: format!("t{i}"), dtype: StoredDtype::F32, shape: vec![10] })
+        .map(|i| WriteEntry { name: format!("t{i}"), dtype: StoredDtype::F32, shape: vec![10], stack: None })
         .collect();
     let write = |entry: &WriteEntry, sink: &mut finetune::weights::TensorSink<'_>| {
         sink.write_values(&[entry.name.len() as f32; 10])
@@ -482,6 +482,7 @@ fn a_model_folder_is_exported_with_its_companions() {
             name: name.into(),
             dtype: StoredDtype::F32,
             shape: info.shape.clone(),
+            stack: None,
         })
         .collect();
     let output = dir.path().join("a/b");
@@ -563,10 +564,11 @@ fn identities_tell_models_apart() {
         name: name.into(),
         dtype: info.dtype,
         shape: info.shape.clone(),
+        stack: None,
     };
     let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
     let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
-    entries.insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8] });
+    entries.insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8], stack: None });
     let written = write_sharded(dir.path(), &entries, 100_000, |entry, sink| match entry.name.as_str() {
         name if name == buffer => sink.write_values(&[0f32; 8]),
         name => sink.write_bytes(files.bytes(name)?),
@@ -610,7 +612,7 @@ fn any_entries() -> impl Strategy<Value = Vec<(WriteEntry, Vec<f32>)>> {
         let numbered = tensors.into_iter().enumerate();
         numbered
             .map(|(i, (name, (dtype, shape, values)))| {
-                (WriteEntry { name: format!("{i}{name}"), dtype, shape }, values)
+                (WriteEntry { name: format!("{i}{name}"), dtype, shape, stack: None }, values)
             })
             .collect()
     })

@@ -18,8 +18,9 @@
 
 use std::collections::HashSet;
 
-use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, WeightShape};
+use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, TokenMixer, WeightShape};
 use crate::objectives::ObjectiveCost;
+use crate::ops::gated_delta::{CHUNK, DeltaHeads};
 use crate::parallel::ParamDesc;
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
@@ -131,7 +132,7 @@ pub fn linear_weights(config: &ModelConfig) -> usize {
 fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockModule) -> bool) -> usize {
     let weights = |module: &BlockModule| match module.weight {
         WeightShape::Matrix { out, inputs } => out * inputs,
-        WeightShape::Gain(_) => 0,
+        WeightShape::Gain(_) | WeightShape::Conv { .. } => 0,
     };
     let layout = BlockLayout::new(config, layer);
     layout.active_linears(config, layer).filter(|module| is_chosen(module)).map(weights).sum()
@@ -179,17 +180,29 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
     (0..layers).map(weights).sum::<usize>() as u64 + adapter_weights(config, descs, is_again)
 }
 
-/// Returns the operations of attention's forward for a token, by layer.
+/// Returns the operations of the forward of attention, or of the delta rule, for a token, by layer.
 fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64> {
     let width = config.heads.q_width() as f64;
-    config.attentions().map(move |attention| {
-        let seen = match attention.window {
-            Some(window) if (window as f64) < row => {
-                let window = window as f64;
-                window - window * window / (2.0 * row)
-            }
-            _ => row / 2.0,
-        };
-        4.0 * width * seen
+    config.blocks.iter().map(move |block| match &block.token_mixer {
+        TokenMixer::Attention(attention) => {
+            let seen = match attention.window {
+                Some(window) if (window as f64) < row => {
+                    let window = window as f64;
+                    window - window * window / (2.0 * row)
+                }
+                _ => row / 2.0,
+            };
+            4.0 * width * seen
+        }
+        TokenMixer::GatedDelta(delta) => delta_forward(delta.heads, row),
     })
+}
+
+/// Returns the operations of the delta rule for a token: three products with the state, and within
+/// a chunk five with half of a triangle (arXiv 2412.06464, section 3.3).
+fn delta_forward(heads: DeltaHeads, row: f64) -> f64 {
+    let chunk = row.min(CHUNK as f64);
+    let [count, keys, values] =
+        [heads.num_value_heads, heads.key_dim, heads.value_dim].map(|size| size as f64);
+    count * (6.0 * keys * values + chunk * (3.0 * keys + 2.0 * values))
 }

@@ -278,9 +278,10 @@ impl SizingRequest<'_> {
         };
         let (none, block) = (kept(Recompute::None)?, kept(Recompute::Block)?);
         let config = &self.inputs.base.config;
-        let (d, f, heads) = (config.hidden_size, config.active_width(), config.heads);
+        let (d, f) = (config.hidden_size, config.active_width());
         let first = config.first_mlp_width();
-        let products = (d * heads.qkv_width() + heads.q_width() * d + d * (first + f)) as f64;
+        let [input, output] = config.mean_token_mixer();
+        let products = d as f64 * (input + output + (first + f) as f64);
         // The weights of `down_proj`, unless a norm reads its output.
         let unread =
             if config.blocks.iter().any(|block| block.residual.has_post_norms()) { 0 } else { d * f };
@@ -291,15 +292,26 @@ impl SizingRequest<'_> {
             let gone = parts.saved.iter().filter(|(what, _)| names.contains(what)).map(|(_, bytes)| *bytes);
             none.saturating_sub(others(gone.sum()))
         };
-        let attention = without(&["q, k and v", "attention's output", "its log-sum-exps"]);
+        let attention = without(&TOKEN_MIXER_TENSORS);
         Ok(vec![
             policy(Recompute::None.to_string(), none, 0.0, true),
-            policy("attention".into(), attention, (d * heads.qkv_width()) as f64 / products, false),
+            policy("attention".into(), attention, d as f64 * input / products, false),
             policy("mlp".into(), without(&["gate and up", "up"]), (d * first) as f64 / products, false),
             policy(Recompute::Block.to_string(), block, 1.0 - unread as f64 / products, true),
         ])
     }
 }
+
+/// The tensors that the backward of a token mixer reads.
+const TOKEN_MIXER_TENSORS: [&str; 7] = [
+    "q, k and v",
+    "attention's output",
+    "its log-sum-exps",
+    "gates of attention",
+    "inputs of Gated DeltaNet",
+    "output of Gated DeltaNet",
+    "states of Gated DeltaNet",
+];
 
 /// Returns the mean length of rows, cut to `longest`, and the mean length of the row of a token.
 pub(crate) fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {

@@ -158,6 +158,9 @@ fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Opt
         () if !heads.num_kv_heads.is_multiple_of(size) => {
             Some(format!("it does not divide {} key-value heads", heads.num_kv_heads))
         }
+        () if config.gated_deltas().any(|delta| !delta.heads.num_key_heads.is_multiple_of(size)) => {
+            Some("it does not divide the key heads of Gated DeltaNet".to_owned())
+        }
         () if !width.is_multiple_of(size) => Some(format!("it does not divide the MLP's {width} columns")),
         () => None,
     }

@@ -240,11 +240,11 @@ pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
 /// separately: bytes that each reads and writes, forward and backward, in bf16.
 fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
     let Some(rate) = rates.elementwise else { return 0.0 };
-    let (d, f, qkv) = (config.hidden_size, config.active_width(), config.heads.qkv_width());
-    // Two norms and a residual: 2 · (2 + 5) d; the rotation 4 qkv; a gate 3 + 6 f, an activation
-    // without one 2 + 4 f.
-    let values = 14 * d + 4 * qkv + 3 * (f + config.first_mlp_width());
-    (2 * values * config.num_layers()) as f64 / rate
+    let (d, f, [input, _]) = (config.hidden_size, config.active_width(), config.mean_token_mixer());
+    // Two norms and a residual: 2 · (2 + 5) d; the rotation, or a convolution, 4 times the first
+    // projections; a gate 3 + 6 f, an activation without one 2 + 4 f.
+    let values = (14 * d + 3 * (f + config.first_mlp_width())) as f64 + 4.0 * input;
+    2.0 * values * config.num_layers() as f64 / rate
 }
 
 /// Returns the seconds of the update, and of the copies that it waits for if states are in host

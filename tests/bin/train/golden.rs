@@ -110,6 +110,15 @@ fn experts_follow_transformers_and_peft() {
     }
 }
 
+/// A recurrence instead of attention in three of four layers, and gates on attention's output.
+#[test]
+fn gated_deltanet_follows_transformers_and_peft() {
+    for family in ["qwen3-5", "qwen3-next"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
 /// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]

@@ -265,7 +265,7 @@ fn add_copies(adapter: &Path, copies: &[(&str, &str)]) {
     let sources: std::collections::BTreeMap<String, String> = own.chain(copied).collect();
     let entry = |(name, of): (&String, &String)| {
         let info = files.require(of).unwrap();
-        WriteEntry { name: name.clone(), dtype: info.dtype, shape: info.shape.clone() }
+        WriteEntry { name: name.clone(), dtype: info.dtype, shape: info.shape.clone(), stack: None }
     };
     let entries: Vec<WriteEntry> = sources.iter().map(entry).collect();
     let copy = adapter.join("copy.safetensors");

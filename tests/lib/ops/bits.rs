@@ -116,6 +116,7 @@ fn elementwise(dtype: DType, results: &mut Results) {
     for (names, activation) in [
         (["silu", "silu backward"], Activation::Silu),
         (["gelu_tanh", "gelu_tanh backward"], Activation::GeluTanh),
+        (["sigmoid", "sigmoid backward"], Activation::Sigmoid),
     ] {
         let dh = TensorMut::new(cast("dh", (200, 48), dtype));
         results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));

@@ -109,6 +109,7 @@ fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
             0.5 * x * (1.0 + inner.tanh())
         }
+        Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
     };
     let rows = x.chunks(2 * half).flat_map(|row| {
         let (gate, up) = row.split_at(half);
@@ -119,7 +120,7 @@ fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
 
 #[test]
 fn of_gated_products() {
-    for activation in [Activation::Silu, Activation::GeluTanh] {
+    for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
         let (x, dh) = ((normal("gate_up", (5, 2 * 18)) * 2.0).unwrap(), normal("dh", (5, 18)));
         let (x64, dh64) = (values(&x), values(&dh));
         close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));

@@ -122,7 +122,7 @@ fn write_state(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
         for state in &tensor.state {
             let name = format!("{}.{}", tensor.name, state.name);
             let mut push = |name: String, dtype, shape: Vec<usize>, part| {
-                parts.push((WriteEntry { name, dtype, shape }, part));
+                parts.push((WriteEntry { name, dtype, shape, stack: None }, part));
             };
             match &state.values {
                 SavedValues::F32(values) => {

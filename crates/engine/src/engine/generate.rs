@@ -43,7 +43,7 @@ impl Engine {
         self.check_cache(capacity, dtype)?;
         let empty = || -> Result<Vec<BlockCache>> {
             (0..self.config.num_layers())
-                .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
+                .map(|layer| BlockCache::new(&self.config, layer, capacity, dtype, &self.device))
                 .collect()
         };
         let mut caches = empty()?;
@@ -71,8 +71,9 @@ impl Engine {
 
     /// Checks that the memory suffices for the keys and values of `capacity` tokens.
     fn check_cache(&self, capacity: usize, dtype: DType) -> Result<()> {
-        let token = self.config.num_layers() * 2 * self.config.heads.kv_width() * dtype.size_in_bytes();
-        let needed = (capacity as u64).saturating_mul(token as u64);
+        let caches =
+            (0..self.config.num_layers()).map(|layer| BlockCache::bytes(&self.config, layer, capacity, dtype));
+        let needed = caches.fold(0, u64::saturating_add);
         let there = match self.device {
             Device::Cpu => host_memory().map(|memory| memory.limit),
             _ => free_bytes(&self.device),

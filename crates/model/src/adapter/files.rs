@@ -445,6 +445,7 @@ pub fn write(
         name: name.clone(),
         dtype,
         shape: tensor.shape.clone(),
+        stack: None,
     };
     let entries: Vec<WriteEntry> = by_name.iter().map(entry).collect();
     let metadata = Metadata::from([(BASE_MODEL.to_owned(), base.to_json())]);

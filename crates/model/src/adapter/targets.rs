@@ -124,7 +124,8 @@ pub fn resolve(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<Target>> {
     let layers = LayerFilter::new(spec)?;
     let wanted: Vec<&Module> = match &spec.target_modules {
         ModulePattern::AllLinear => {
-            modules.iter().filter(|module| module.kind == ModuleKind::Linear).collect()
+            let kinds = [ModuleKind::Linear, ModuleKind::Gate];
+            modules.iter().filter(|module| kinds.contains(&module.kind)).collect()
         }
         ModulePattern::Named(names) => {
             let matcher = Matcher::new("target_modules", names)?;

@@ -130,8 +130,8 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
     }
 }
 
-/// The linear layers of a model's blocks, quantized and skipped; head, embedding and routers of
-/// experts are never quantized.
+/// The linear layers of a model's blocks, quantized and skipped; head, embedding, routers of
+/// experts and other gates are never quantized.
 #[derive(Debug)]
 pub struct LinearLayers {
     /// The names of the quantized layers.
@@ -149,9 +149,9 @@ impl LinearLayers {
     /// User: a name in `skip` matches no linear layer, or all are skipped.
     pub fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
         let layers = model::modules(config).into_iter().filter(|module| module.kind.is_layer_of_block());
-        let (routers, linear): (Vec<_>, Vec<_>) =
-            layers.partition(|module| module.kind == ModuleKind::Router);
-        let [routers, linear] = [routers, linear]
+        let (gates, linear): (Vec<_>, Vec<_>) =
+            layers.partition(|module| module.kind != ModuleKind::Linear);
+        let [gates, linear] = [gates, linear]
             .map(|modules| modules.into_iter().map(|module| module.name).collect::<Vec<String>>());
         let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();
         let named: HashSet<&str> = linear.iter().flat_map(|layer| runs_of_parts(layer)).collect();
@@ -175,7 +175,7 @@ impl LinearLayers {
                 .because("every linear layer is skipped")
                 .hint("leave one of the names out"));
         }
-        skipped.extend(routers);
+        skipped.extend(gates);
         let by_name = quantized.iter().cloned().collect();
         Ok(Self { quantized, skipped, by_name })
     }
@@ -200,7 +200,7 @@ fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
 fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<PlannedFile>> {
     let info = files.require(name)?;
     let tensor = |name: String, dtype, shape: &[usize]| {
-        PlannedFile::Sized(WriteEntry { name, dtype, shape: shape.into() })
+        PlannedFile::Sized(WriteEntry { name, dtype, shape: shape.into(), stack: None })
     };
     let sized = |end: &str, dtype, shape: &[usize]| tensor(format!("{name}{end}"), dtype, shape);
     let (n, float, byte) = (info.elements(), StoredDtype::F32, StoredDtype::U8);

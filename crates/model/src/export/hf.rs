@@ -14,7 +14,7 @@ use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, ModelFiles, StoredDtype, TensorSink, WriteEntry, Written, split, write_index_of,
+    AtomicDir, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written, split, write_index_of,
     write_sharded, write_shards,
 };
 
@@ -113,14 +113,16 @@ impl ExportParts {
 /// User: `output` is not empty, a value does not fit `dtype`, or config.json is missing or invalid.
 /// Storage: the disk is full or fails; `output` is then removed.
 pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64) -> Result<u64> {
-    let entries: Vec<WriteEntry> = files
-        .tensors()
-        .map(|(name, info)| WriteEntry {
-            name: name.into(),
-            dtype: info.dtype.stored_as(dtype),
-            shape: info.shape.clone(),
-        })
-        .collect();
+    let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
+        name: name.into(),
+        dtype: info.dtype.stored_as(dtype),
+        shape: info.shape.clone(),
+        stack: info.stack.clone(),
+    };
+    let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
+    // The parts of a stack in their stored order.
+    let start = |entry: &WriteEntry| files.info(&entry.name).map_or(0, |info| info.range.start);
+    entries.sort_by_cached_key(|entry| (entry.stored_name().to_owned(), start(entry)));
     let folder = AtomicDir::create(output)?;
     let written =
         write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| copy_tensor(files, entry, sink))?;

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_core::DType;
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedMlpWeights,
-    MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
+    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
+    GatedDeltaWeights, GatedMlpWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -15,7 +15,7 @@ use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Norm, Param, WeightMatrix};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
 
@@ -123,21 +123,14 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         let merged = if names.len() > 1 { from.merged(&names)? } else { None };
         Ok(MergedLinear { layers, merged })
     };
-    let qk_norm = |part| -> Result<Option<Param>> {
-        let name = layout.module(part).map(|module| format!("{}.weight", module.name_in(layer)));
+    let optional = |part: BlockPart| -> Result<Option<Param>> {
+        let name = layout.module(part).map(|module| part.parameter(&module.name_in(layer)));
         name.map(|name| from.param(&name)).transpose()
     };
     let hidden_norm = |part| -> Result<Option<Norm>> {
         layout.module(part).map(|module| norm(&module.name_in(layer), module.bias, from)).transpose()
     };
-    let token_mixer = match block.token_mixer {
-        TokenMixer::Attention(mixer) => TokenMixerWeights::Attention(AttentionWeights {
-            mixer,
-            qkv: linears(LinearGroup::Qkv)?,
-            qk_norm: qk_norm(BlockPart::QNorm)?.zip(qk_norm(BlockPart::KNorm)?),
-            o: linears(LinearGroup::O)?,
-        }),
-    };
+    let token_mixer = token_mixer(block.token_mixer, &linears, &optional)?;
     let channel_mixer = channel_mixer(block.channel_mixer, &linears)?;
     let norms = |before, after| -> Result<MixerNorms> {
         Ok(MixerNorms {
@@ -153,6 +146,39 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         token_mixer,
         channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
         channel_mixer,
+    })
+}
+
+/// Returns the weights of a token mixer, of the layers that `linears` gives and the parameters that
+/// `optional` gives if the block has them.
+fn token_mixer(
+    mixer: TokenMixer,
+    linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+    optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+) -> Result<TokenMixerWeights> {
+    let (qkv, o) = (linears(LinearGroup::Qkv)?, linears(LinearGroup::O)?);
+    Ok(match mixer {
+        TokenMixer::Attention(mixer) => {
+            let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
+            TokenMixerWeights::Attention(AttentionWeights { mixer, qkv, qk_norm, o })
+        }
+        TokenMixer::GatedDelta(mixer) => {
+            let param = |part: BlockPart| {
+                optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
+            };
+            let conv = param(BlockPart::DeltaConv)?;
+            let shape = (mixer.heads.conv_width(), mixer.conv_kernel);
+            let grad = conv.grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
+            TokenMixerWeights::GatedDelta(GatedDeltaWeights {
+                mixer,
+                input: qkv,
+                conv: Param { value: conv.value.reshape(shape)?, grad },
+                rate: param(BlockPart::DeltaRate)?,
+                step: param(BlockPart::DeltaStep)?,
+                norm: param(BlockPart::DeltaNorm)?,
+                out: o,
+            })
+        }
     })
 }
 

@@ -16,20 +16,23 @@
 mod attention;
 mod channel_mixer;
 mod experts;
+mod gated_delta;
 mod gated_mlp;
 mod plain_mlp;
 mod shared_expert;
+mod token_mixer;
 
-pub use attention::{AttentionWeights, BlockCache};
+pub use attention::{AttentionWeights, KeyValueCache};
 pub use channel_mixer::ChannelMixerWeights;
 pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
+pub use gated_delta::{DeltaState, GatedDeltaWeights};
 pub use gated_mlp::GatedMlpWeights;
 pub use plain_mlp::PlainMlpWeights;
 pub use shared_expert::SharedExpertWeights;
+pub use token_mixer::{BlockCache, TokenMixerWeights};
 
 use candle_core::{DType, Tensor};
 
-use super::composition::TokenMixer;
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
@@ -42,8 +45,8 @@ use crate::ops::{empty, has_kernels};
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
-use attention::AttentionSaved;
 use channel_mixer::{ChannelMixerSaved, PendingMixer};
+use token_mixer::TokenMixerSaved;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -79,21 +82,13 @@ impl MixerNorms {
     }
 }
 
-/// The parameters of a token mixer.
-#[derive(Debug, Clone)]
-pub enum TokenMixerWeights {
-    /// Softmax attention with rotary positions.
-    Attention(AttentionWeights),
-}
-
 impl BlockWeights {
     /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub fn keep_in_bf16(&mut self) -> Result<()> {
-        let TokenMixerWeights::Attention(attention) = &mut self.token_mixer;
-        let linears = attention.linears().into_iter().chain(self.channel_mixer.linears());
+        let linears = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 
@@ -109,9 +104,8 @@ impl BlockWeights {
             return Ok(None);
         }
         let mut block = self.clone();
-        let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
         let of_channels = block.channel_mixer.panels(block.channel_norms.after.is_some());
-        let linears = attention.linears().into_iter().chain(of_channels);
+        let linears = block.token_mixer.linears().into_iter().chain(of_channels);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
@@ -184,12 +178,6 @@ pub struct BlockSaved {
     channel_out: Option<Tensor>,
 }
 
-/// The tensors that a token mixer's backward needs.
-#[derive(Debug, Clone)]
-enum TokenMixerSaved {
-    Attention(AttentionSaved),
-}
-
 /// Bytes that a block keeps from its forward for its backward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SavedBytes {
@@ -246,9 +234,7 @@ impl BlockSaved {
                 fixed + (of_all - fixed) / experts.count
             });
         let mut parts = vec![("the block's input", hidden)];
-        match &block.token_mixer {
-            TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),
-        }
+        parts.extend(TokenMixerSaved::parts(config, &block.token_mixer, tokens, dtype));
         // In a parallel plan it is the block's input.
         parts.push(("the input of the MLP", if block.residual.is_parallel() { 0 } else { hidden }));
         parts.extend(ChannelMixerSaved::parts(config, &block.channel_mixer, tokens, dtype));
@@ -262,8 +248,7 @@ impl BlockSaved {
     #[cfg(test)]
     fn tensors(&self) -> Vec<&Tensor> {
         let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
-        let TokenMixerSaved::Attention(attention) = token_mixer;
-        let mixers = attention.tensors().into_iter().chain(channel_mixer.tensors());
+        let mixers = token_mixer.tensors().into_iter().chain(channel_mixer.tensors());
         [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
     }
 }
@@ -346,11 +331,8 @@ fn token_half(
     x: &Tensor,
     cache: Option<&mut BlockCache>,
 ) -> Result<HalfOutput<TokenMixerSaved>> {
-    around_mixer(&w.token_norms, pass.config, (x, x), |normed, residual| match &w.token_mixer {
-        TokenMixerWeights::Attention(attention) => {
-            let (out, saved) = attention.forward(pass, normed, residual, cache)?;
-            Ok((out, TokenMixerSaved::Attention(saved)))
-        }
+    around_mixer(&w.token_norms, pass.config, (x, x), |normed, residual| {
+        w.token_mixer.forward(pass, normed, residual, cache)
     })
 }
 
@@ -408,11 +390,7 @@ pub fn backward(
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, dy), true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
-    let token = |half: MixerBackward| match (&w.token_mixer, &saved.token_mixer) {
-        (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
-            attention.backward(pass, saved, half)
-        }
-    };
+    let token = |half: MixerBackward| w.token_mixer.backward(pass, &saved.token_mixer, half);
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
     // In a parallel plan the channel mixer does not read the token mixer's output.
     let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };

@@ -38,6 +38,28 @@ pub enum BlockPart {
     SharedDown,
     /// The projection to the one logit of the factor on the shared expert.
     SharedFactor,
+    /// Gated DeltaNet's projection to queries, keys and values.
+    DeltaQkv,
+    /// Gated DeltaNet's projection to the gates of its output.
+    DeltaZ,
+    /// Gated DeltaNet's projection to the strength of each head's update.
+    DeltaB,
+    /// Gated DeltaNet's projection to the decay of each head's state.
+    DeltaA,
+    /// One projection to queries, keys, values and gates, by key head (Qwen3-Next).
+    DeltaQkvz,
+    /// One projection to strengths and decays, by key head (Qwen3-Next).
+    DeltaBa,
+    /// Gated DeltaNet's output projection.
+    DeltaOut,
+    /// The weights of Gated DeltaNet's convolution.
+    DeltaConv,
+    /// The logarithm of each head's rate of decay.
+    DeltaRate,
+    /// What is added to the projected decay of each head.
+    DeltaStep,
+    /// The gated norm of each head's output.
+    DeltaNorm,
     /// The norm on each head's query.
     QNorm,
     /// The norm on each head's key.
@@ -55,9 +77,9 @@ pub enum BlockPart {
 /// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearGroup {
-    /// Queries, keys and values.
+    /// Queries, keys and values; all first projections of Gated DeltaNet.
     Qkv,
-    /// Attention's output projection.
+    /// The output projection of the token mixer.
     O,
     /// The MLP's gate and up, or up alone.
     GateUp,
@@ -93,19 +115,46 @@ impl BlockPart {
         matches!(self, BlockPart::DownProj | BlockPart::ExpertDown(_) | BlockPart::SharedDown)
     }
 
-    /// Returns true for a linear layer that decides about experts: it is never quantized, and
-    /// adapted only by its name.
+    /// Returns true for a linear layer that is never quantized: its few outputs decide about all
+    /// values of a token.
+    pub fn is_gate(self) -> bool {
+        self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
+    }
+
+    /// Returns true for a parameter of a recurrence that is neither a matrix of a linear layer nor
+    /// a norm.
+    pub fn is_of_recurrence(self) -> bool {
+        matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
+    }
+
+    /// Returns the name of its parameter, given the name of its module: `…q_proj.weight`. Some
+    /// parameters have no module of their own.
+    pub fn parameter(self, module: &str) -> String {
+        match self {
+            BlockPart::DeltaRate | BlockPart::DeltaStep => module.to_owned(),
+            _ => format!("{module}.weight"),
+        }
+    }
+
+    /// Returns true for a linear layer that decides about experts: it is adapted only by its name.
     pub fn is_router(self) -> bool {
         matches!(self, BlockPart::Router | BlockPart::SharedFactor)
     }
 
-    /// Returns the group of layers with the same input as this one; `None` for a norm.
+    /// Returns the group of layers with the same input as this one; `None` unless it is a linear
+    /// layer.
     pub fn group(self) -> Option<LinearGroup> {
         match self {
             BlockPart::QProj | BlockPart::KProj | BlockPart::VProj | BlockPart::QkvProj => {
                 Some(LinearGroup::Qkv)
             }
-            BlockPart::OProj => Some(LinearGroup::O),
+            BlockPart::DeltaQkv
+            | BlockPart::DeltaZ
+            | BlockPart::DeltaB
+            | BlockPart::DeltaA
+            | BlockPart::DeltaQkvz
+            | BlockPart::DeltaBa => Some(LinearGroup::Qkv),
+            BlockPart::OProj | BlockPart::DeltaOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
             BlockPart::Router => Some(LinearGroup::Router),
@@ -116,7 +165,11 @@ impl BlockPart {
             BlockPart::SharedGate | BlockPart::SharedUp => Some(LinearGroup::SharedGateUp),
             BlockPart::SharedDown => Some(LinearGroup::SharedDown),
             BlockPart::SharedFactor => Some(LinearGroup::SharedFactor),
-            BlockPart::QNorm
+            BlockPart::DeltaConv
+            | BlockPart::DeltaRate
+            | BlockPart::DeltaStep
+            | BlockPart::DeltaNorm
+            | BlockPart::QNorm
             | BlockPart::KNorm
             | BlockPart::AttnNorm
             | BlockPart::AttnPostNorm

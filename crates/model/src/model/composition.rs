@@ -6,6 +6,7 @@
 use crate::ops::activation::PlainActivation;
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::experts::Router;
+use crate::ops::gated_delta::DeltaHeads;
 use crate::ops::glu::Activation;
 
 /// The parts of one block.
@@ -26,6 +27,35 @@ pub struct BlockConfig {
 pub enum TokenMixer {
     /// Softmax attention with rotary positions.
     Attention(AttentionMixer),
+    /// A recurrence with a state of fixed size.
+    GatedDelta(DeltaMixer),
+}
+
+impl TokenMixer {
+    /// Returns its attention, if it is one.
+    pub fn attention(&self) -> Option<&AttentionMixer> {
+        match self {
+            TokenMixer::Attention(attention) => Some(attention),
+            TokenMixer::GatedDelta(_) => None,
+        }
+    }
+
+    /// Returns the width of its first projections together, over `heads` of attention.
+    pub fn input_width(&self, heads: Heads) -> usize {
+        match self {
+            TokenMixer::Attention(mixer) if mixer.has_gates => heads.qkv_width() + heads.q_width(),
+            TokenMixer::Attention(_) => heads.qkv_width(),
+            TokenMixer::GatedDelta(mixer) => mixer.input_width(),
+        }
+    }
+
+    /// Returns the width of the input of its output projection, over `heads` of attention.
+    pub fn output_width(&self, heads: Heads) -> usize {
+        match self {
+            TokenMixer::Attention(_) => heads.q_width(),
+            TokenMixer::GatedDelta(mixer) => mixer.heads.value_width(),
+        }
+    }
 }
 
 /// The part of a block that computes each token by itself.
@@ -142,6 +172,29 @@ pub struct AttentionMixer {
     pub qk_norm: Option<QkNormWidth>,
     /// True if q, k and v are one tensor (phi3).
     pub fused: bool,
+    /// True if the projection to queries also gives a gate for each value of the output, after the
+    /// query of each head: the output is multiplied by the sigmoids of the gates (Qwen3.5).
+    pub has_gates: bool,
+}
+
+/// Gated DeltaNet (arXiv 2412.06464): a convolution over the last tokens, and a state for each head
+/// that decays and is corrected by each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeltaMixer {
+    /// The counts and widths of its heads.
+    pub heads: DeltaHeads,
+    /// The number of tokens that an output of the convolution reads.
+    pub conv_kernel: usize,
+    /// True if the rows of two first projections are grouped by key head (Qwen3-Next); false if
+    /// queries, keys and values, gates, strengths and decays each have a projection.
+    pub by_key_head: bool,
+}
+
+impl DeltaMixer {
+    /// Returns the width of its first projections together.
+    pub fn input_width(&self) -> usize {
+        self.heads.conv_width() + self.heads.value_width() + 2 * self.heads.num_value_heads
+    }
 }
 
 /// The vectors that the norms of q and k see.
@@ -207,6 +260,18 @@ pub struct SharedExpert {
     pub has_gate: bool,
 }
 
+impl From<AttentionMixer> for TokenMixer {
+    fn from(attention: AttentionMixer) -> Self {
+        TokenMixer::Attention(attention)
+    }
+}
+
+impl From<DeltaMixer> for TokenMixer {
+    fn from(mixer: DeltaMixer) -> Self {
+        TokenMixer::GatedDelta(mixer)
+    }
+}
+
 impl From<Experts> for ChannelMixer {
     fn from(experts: Experts) -> Self {
         ChannelMixer::Experts(experts)
@@ -214,10 +279,10 @@ impl From<Experts> for ChannelMixer {
 }
 
 impl BlockConfig {
-    /// Returns a block like Llama's: attention and a channel mixer, each after a norm.
-    pub(super) fn pre_norm(attention: AttentionMixer, mlp: impl Into<ChannelMixer>) -> Self {
+    /// Returns a block like Llama's: a token mixer and a channel mixer, each after a norm.
+    pub(super) fn pre_norm(mixer: impl Into<TokenMixer>, mlp: impl Into<ChannelMixer>) -> Self {
         Self {
-            token_mixer: TokenMixer::Attention(attention),
+            token_mixer: mixer.into(),
             channel_mixer: mlp.into(),
             residual: ResidualPlan::PreNorm,
             residual_factor: 1.0,

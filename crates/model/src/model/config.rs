@@ -2,11 +2,12 @@
 //! `families` reads it from config.json.
 
 use super::composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, HiddenNorm, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, TokenMixer,
 };
 use super::families::Architecture;
 use super::rope::Rope;
 use crate::ops::attention::Heads;
+use crate::ops::gated_delta::DeltaHeads;
 use crate::ops::rms_norm::NormKind;
 
 /// A model's shape and arithmetic.
@@ -62,10 +63,30 @@ impl ModelConfig {
 
     /// Returns the attention of each block that has it, in the order of the blocks.
     pub fn attentions(&self) -> impl Iterator<Item = &AttentionMixer> {
-        self.blocks.iter().map(|block| {
-            let TokenMixer::Attention(attention) = &block.token_mixer;
-            attention
+        self.blocks.iter().filter_map(|block| block.token_mixer.attention())
+    }
+
+    /// Returns the mean widths of the token mixers of all blocks: that of their first projections,
+    /// and that of the input of their output projections.
+    pub fn mean_token_mixer(&self) -> [f64; 2] {
+        let mean = |width: &dyn Fn(&TokenMixer) -> usize| {
+            let sum: usize = self.blocks.iter().map(|block| width(&block.token_mixer)).sum();
+            sum as f64 / self.num_layers().max(1) as f64
+        };
+        [mean(&|mixer| mixer.input_width(self.heads)), mean(&|mixer| mixer.output_width(self.heads))]
+    }
+
+    /// Returns the Gated DeltaNet of each block that has it, in the order of the blocks.
+    pub fn gated_deltas(&self) -> impl Iterator<Item = &DeltaMixer> {
+        self.blocks.iter().filter_map(|block| match &block.token_mixer {
+            TokenMixer::Attention(_) => None,
+            TokenMixer::GatedDelta(delta) => Some(delta),
         })
+    }
+
+    /// Returns the width of the widest first projections of a token mixer.
+    pub fn token_mixer_width(&self) -> usize {
+        self.blocks.iter().map(|block| block.token_mixer.input_width(self.heads)).max().unwrap_or(0)
     }
 
     /// Returns the experts of each block that has some, in the order of the blocks.
@@ -106,8 +127,14 @@ impl ModelConfig {
         let experts = self.experts().next().map_or_else(String::new, |experts| {
             format!(", {} experts of width {}", experts.count, experts.width)
         });
+        let delta = self.gated_deltas().next().map_or_else(String::new, |delta| {
+            let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim } = delta.heads;
+            format!(
+                ", linear attention of {num_key_heads} and {num_value_heads} heads of {key_dim} and {value_dim}"
+            )
+        });
         format!(
-            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}{experts}",
+            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}{delta}{experts}",
             self.hidden_size, self.intermediate_size, self.vocab_size,
         )
     }

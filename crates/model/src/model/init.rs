@@ -1,6 +1,8 @@
 //! Initial values: random weights for `init = "random"` and fresh LoRA matrices. Every value is a
 //! function of (seed, parameter name, index), independent of the order of creation and of sharding.
 
+use super::block_part::BlockPart;
+use super::layout::ModelPart;
 use super::spec::{ParamSpec, Role};
 use super::{ModelConfig, Module, ModuleKind};
 use crate::runtime::rng::RngStream;
@@ -17,8 +19,19 @@ pub fn initial_value(
 ) -> Vec<f32> {
     let stream = RngStream::new(seed).named(&spec.name);
     let std = config.initializer_range as f32;
+    if let ModelPart::Block { part, .. } = spec.part {
+        match part {
+            // transformers: A uniform from 0.01 to 16, stored as its logarithm; ones.
+            BlockPart::DeltaRate => {
+                let rate = |i: usize| (0.01 + 15.99 * stream.uniform(i as u64)).ln();
+                return (start..start + len).map(rate).collect();
+            }
+            BlockPart::DeltaStep | BlockPart::DeltaNorm => return vec![1.0; len],
+            _ => {}
+        }
+    }
     match spec.role {
-        Role::Weight | Role::Router | Role::Embedding => {
+        Role::Weight | Role::Gate | Role::Embedding | Role::Recurrence => {
             stream.normals(start as u64..(start + len) as u64, std)
         }
         Role::Norm if !config.norm.unit_offset => vec![1.0; len],

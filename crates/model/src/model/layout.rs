@@ -5,13 +5,15 @@
 //! weights of a block, [`BlockSaved::bytes`](super::BlockSaved::bytes) the sizes of adapters, and
 //! `export` the names in GGUF.
 
+use std::sync::Arc;
+
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
     TokenMixer,
 };
-use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack};
 
 /// The module of the last norm, in every family.
 pub(super) const FINAL_NORM_MODULE: &str = "model.norm";
@@ -26,16 +28,25 @@ pub enum WeightShape {
         /// Columns: the width of a layer's input, the width of a table's rows.
         inputs: usize,
     },
-    /// A norm's gain.
+    /// A norm's gain, or one value per head.
     Gain(usize),
+    /// The weights of a depthwise convolution.
+    Conv {
+        /// The number of channels.
+        channels: usize,
+        /// The number of tokens that each output reads.
+        width: usize,
+    },
 }
 
 impl WeightShape {
-    /// Returns the shape in the checkpoint: `[out, in]`, or `[n]` for a gain.
+    /// Returns the shape in the checkpoint: `[out, in]`, `[n]` for a gain, `[channels, 1, width]`
+    /// for a convolution.
     pub fn dims(self) -> Vec<usize> {
         match self {
             WeightShape::Matrix { out, inputs } => vec![out, inputs],
             WeightShape::Gain(len) => vec![len],
+            WeightShape::Conv { channels, width } => vec![channels, 1, width],
         }
     }
 
@@ -44,6 +55,7 @@ impl WeightShape {
         match self {
             WeightShape::Matrix { out, .. } => out,
             WeightShape::Gain(len) => len,
+            WeightShape::Conv { channels, .. } => channels,
         }
     }
 }
@@ -102,7 +114,8 @@ impl LayoutTable<'_> {
         let mut rows = if mixer.fused {
             vec![self.linear(P::QkvProj, (qkv, d), mixer.qkv_bias)]
         } else {
-            let inputs = [(P::QProj, q), (P::KProj, kv), (P::VProj, kv)];
+            let with_gates = if mixer.has_gates { 2 * q } else { q };
+            let inputs = [(P::QProj, with_gates), (P::KProj, kv), (P::VProj, kv)];
             inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).into()
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
@@ -113,6 +126,25 @@ impl LayoutTable<'_> {
         if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
             rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
+        rows
+    }
+
+    fn gated_delta(&self, mixer: &DeltaMixer) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, heads) = (self.0.hidden_size, mixer.heads);
+        let (conv, value, count) = (heads.conv_width(), heads.value_width(), heads.num_value_heads);
+        let inputs = if mixer.by_key_head {
+            vec![(P::DeltaQkvz, conv + value), (P::DeltaBa, 2 * count)]
+        } else {
+            vec![(P::DeltaQkv, conv), (P::DeltaZ, value), (P::DeltaB, count), (P::DeltaA, count)]
+        };
+        let mut rows: Vec<_> =
+            inputs.into_iter().map(|(part, out)| self.linear(part, (out, d), false)).collect();
+        rows.push(self.linear(P::DeltaOut, (d, value), false));
+        let weights = WeightShape::Conv { channels: conv, width: mixer.conv_kernel };
+        let conv = BlockModule { weight: weights, ..self.norm(P::DeltaConv, 0, false) };
+        let [rate, step] = [P::DeltaRate, P::DeltaStep].map(|part| self.norm(part, count, false));
+        rows.extend([conv, rate, step, self.norm(P::DeltaNorm, heads.value_dim, false)]);
         rows
     }
 
@@ -143,7 +175,12 @@ impl LayoutTable<'_> {
         };
         let router = self.linear(P::Router, (mixer.count, d), false);
         // The numbers of experts fit into 16 bits: `MOST_EXPERTS`.
-        let routed = std::iter::once(router).chain((0..mixer.count as u16).flat_map(of_expert));
+        let mut experts: Vec<_> = (0..mixer.count as u16).flat_map(of_expert).collect();
+        if self.0.family.stacked_experts.is_some() {
+            // The parts of a stack come one after the other.
+            experts.sort_by_key(|module| module.part.is_last_of_mlp());
+        }
+        let routed = std::iter::once(router).chain(experts);
         routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
     }
 
@@ -176,6 +213,7 @@ impl BlockLayout {
         let (table, block) = (LayoutTable(config), &config.blocks[layer]);
         let mut rows = match &block.token_mixer {
             TokenMixer::Attention(mixer) => table.attention(mixer),
+            TokenMixer::GatedDelta(mixer) => table.gated_delta(mixer),
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
@@ -209,6 +247,30 @@ impl BlockLayout {
     pub fn linears(&self) -> impl Iterator<Item = &BlockModule> {
         self.0.iter().filter(|module| module.part.group().is_some())
     }
+}
+
+/// Returns the stacks in which checkpoints of this model may have its experts, each with the names
+/// and shapes of its parts in order.
+pub fn stacked_experts(config: &ModelConfig) -> Vec<(Arc<Stack>, Vec<(String, Vec<usize>)>)> {
+    let Some(names) = &config.family.stacked_experts else { return Vec::new() };
+    let mut stacks = Vec::new();
+    for layer in 0..config.num_layers() {
+        let Some(experts) = config.blocks[layer].channel_mixer.experts() else { continue };
+        let layout = BlockLayout::new(config, layer);
+        let mut add = |name: &str, rows: usize, columns: usize, is_down: bool| {
+            let of_experts = layout.linears().filter(|module| {
+                module.part.expert().is_some() && module.part.is_last_of_mlp() == is_down
+            });
+            let parts = of_experts
+                .map(|module| (module.part.parameter(&module.name_in(layer)), module.weight.dims()));
+            let name = format!("model.layers.{layer}.{name}");
+            let shape = vec![experts.count, rows, columns];
+            stacks.push((Arc::new(Stack { name, shape }), parts.collect()));
+        };
+        add(names.gate_up, 2 * experts.width, config.hidden_size, false);
+        add(names.down, config.hidden_size, experts.width, true);
+    }
+    stacks
 }
 
 /// A part of the model whose weights are used together.
@@ -254,7 +316,7 @@ impl ModelPart {
     pub(crate) fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::LmHead => false,
-            ModelPart::Block { part, .. } => part.group().is_none(),
+            ModelPart::Block { part, .. } => part.group().is_none() && !part.is_of_recurrence(),
             ModelPart::FinalNorm => true,
         }
     }

@@ -34,12 +34,13 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms,
+    DeltaState, DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
+    GatedMlpWeights, KeyValueCache, MixerNorms,
     PlainMlpWeights, SavedBytes, SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, HiddenNorm, PlainMlp, QkNormWidth,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, PlainMlp, QkNormWidth,
     ResidualPlan, SharedExpert, TokenMixer,
 };
 pub use config::ModelConfig;
@@ -49,7 +50,7 @@ pub use families::{
     GgufSoftcap, GgufWindows,
 };
 pub use init::{initial_lora, initial_value};
-pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};
+pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts};
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};

@@ -9,9 +9,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts};
+use super::composition::{AttentionMixer, Experts, TokenMixer};
 use super::config::ModelConfig;
 use crate::ops::experts::Router;
+use crate::ops::gated_delta::DeltaHeads;
 
 /// Maximum length of a value in bytes; a longer one becomes its start and a digest.
 const LONGEST: usize = 120;
@@ -53,7 +54,10 @@ impl ModelConfig {
             format!("{chosen} of {count}, weights {weights}")
         };
         let experts: Vec<String> = self.experts().map(of_experts).collect();
+        let token_mixers: Vec<String> =
+            self.blocks.iter().map(|block| token_mixer_text(&block.token_mixer)).collect();
         let factors = [
+            ("token mixers", token_mixers.iter().any(|text| text != ATTENTION), runs(&token_mixers)),
             (
                 "residual factor",
                 self.blocks.iter().any(|block| block.residual_factor != 1.0),
@@ -69,6 +73,20 @@ impl ModelConfig {
         ];
         let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));
         said.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()
+    }
+}
+
+/// The text of attention without gates.
+const ATTENTION: &str = "attention";
+
+fn token_mixer_text(mixer: &TokenMixer) -> String {
+    match mixer {
+        TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
+        TokenMixer::Attention(_) => ATTENTION.to_owned(),
+        TokenMixer::GatedDelta(delta) => {
+            let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
+            format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! iterates over parameters agrees on it.
 
 use super::ModelConfig;
+use super::block_part::BlockPart;
 use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 
 /// The role of a parameter for the optimizer and for initialization.
@@ -10,10 +11,13 @@ use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 pub enum Role {
     /// A matrix: decayed.
     Weight,
-    /// The matrix of a router of experts, or of the factor on a shared one: decayed, not quantized.
-    Router,
+    /// A matrix whose few outputs decide about all values of a token, such as that of a router of
+    /// experts: decayed, not quantized.
+    Gate,
     /// A token table: decayed.
     Embedding,
+    /// A parameter of a recurrence that is no bias: decayed, not quantized.
+    Recurrence,
     /// A norm's gain: not decayed.
     Norm,
     /// A bias: not decayed.
@@ -34,9 +38,14 @@ pub struct ParamSpec {
 }
 
 impl Role {
-    /// Returns true for a matrix: weight decay applies to it.
+    /// Returns true for a matrix.
     pub fn is_matrix(self) -> bool {
-        matches!(self, Role::Weight | Role::Router | Role::Embedding)
+        matches!(self, Role::Weight | Role::Gate | Role::Embedding)
+    }
+
+    /// Returns true if weight decay applies to it, as in transformers' Trainer.
+    pub fn is_decayed(self) -> bool {
+        self.is_matrix() || self == Role::Recurrence
     }
 }
 
@@ -67,6 +76,9 @@ impl ParamSpec {
 pub enum ModuleKind {
     /// A linear layer of a block.
     Linear,
+    /// A linear layer of a block that is never quantized, because its few outputs decide about all
+    /// values of a token.
+    Gate,
     /// A router of experts: a linear layer that is adapted only by its name, and never quantized.
     Router,
     /// The token embedding.
@@ -78,9 +90,9 @@ pub enum ModuleKind {
 }
 
 impl ModuleKind {
-    /// Returns true for a linear layer of a block, also a router.
+    /// Returns true for a linear layer of a block, also a router or another gate.
     pub fn is_layer_of_block(self) -> bool {
-        matches!(self, ModuleKind::Linear | ModuleKind::Router)
+        matches!(self, ModuleKind::Linear | ModuleKind::Gate | ModuleKind::Router)
     }
 }
 
@@ -116,11 +128,17 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
         }
         let role = match part {
             ModelPart::EmbedTokens => Role::Embedding,
-            ModelPart::Block { part, .. } if part.is_router() => Role::Router,
+            ModelPart::Block { part: BlockPart::DeltaStep, .. } => Role::Bias,
+            ModelPart::Block { part, .. } if part.is_of_recurrence() => Role::Recurrence,
+            ModelPart::Block { part, .. } if part.is_gate() => Role::Gate,
             norm if norm.is_norm() => Role::Norm,
             _ => Role::Weight,
         };
-        specs.push(ParamSpec { name: format!("{name}.weight"), shape: weight.dims(), part, role });
+        let parameter = match part {
+            ModelPart::Block { part, .. } => part.parameter(&name),
+            _ => format!("{name}.weight"),
+        };
+        specs.push(ParamSpec { name: parameter, shape: weight.dims(), part, role });
         if bias {
             let shape = vec![weight.out()];
             specs.push(ParamSpec { name: format!("{name}.bias"), shape, part, role: Role::Bias });
@@ -135,10 +153,13 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
         ModelPart::EmbedTokens => ModuleKind::Embedding,
         ModelPart::LmHead => ModuleKind::Head,
         ModelPart::Block { part, .. } if part.is_router() => ModuleKind::Router,
+        ModelPart::Block { part, .. } if part.is_gate() => ModuleKind::Gate,
         norm if norm.is_norm() => ModuleKind::Norm,
         _ => ModuleKind::Linear,
     };
     let module =
         |NamedModule { name, part, weight, .. }| Module { name, shape: weight.dims(), kind: kind(part) };
-    model_modules(config).into_iter().map(module).collect()
+    let is_adaptable =
+        |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence());
+    model_modules(config).into_iter().filter(|module| is_adaptable(module.part)).map(module).collect()
 }

@@ -4,6 +4,7 @@
 use std::collections::{BTreeSet, HashSet};
 
 use super::ModelConfig;
+use super::layout::stacked_experts;
 use crate::error::{Error, Result};
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 
@@ -35,13 +36,16 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
 /// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
-/// of a model whose text part is used). A head that differs from the embedding stays, though
+/// of a model whose text part is used). Stacks of experts become a tensor for each expert. A head that differs from the embedding stays, though
 /// config.json ties the two. The notes of `files` record both.
 ///
 /// # Errors
-/// User: a table cannot be read.
+/// User: a table cannot be read, or a stack of experts is not of this model.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     pass_over_unused(config, files);
+    for (stack, parts) in stacked_experts(config) {
+        files.unstack(&stack, parts)?;
+    }
     if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
         config.tie_word_embeddings = false;
         files.keep_head_apart();

@@ -15,7 +15,7 @@ use super::header::clip;
 use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, header, index, readers,
+    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, Stack, StoredElement, TensorInfo, header, index, readers,
     tensor_names,
 };
 use crate::error::{Error, Result};
@@ -177,7 +177,7 @@ impl ModelFiles {
         let (shard, path) = (self.shards.len(), Arc::clone(&file.path));
         for tensor in tensors {
             let header::HeaderTensor { name, dtype, shape, range } = tensor;
-            let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
+            let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard, stack: None };
             if let Some(first) = self.tensors.get(&name) {
                 let (name, first, path) = (clip(&name), first.file.display(), path.display());
                 let cause = format!("tensor `{name}` is both in {first} and in {path}");
@@ -259,6 +259,36 @@ impl ModelFiles {
         self.tensors.retain(|name, _| !unused(name));
         self.quantized.retain(|name, _| !unused(name));
         before - self.tensors.len()
+    }
+
+    /// Replaces the tensor of `stack` by its parts, which it holds one after the other: names and
+    /// shapes. Does nothing if no tensor has its name.
+    ///
+    /// # Errors
+    /// User: the tensor has another shape or is quantized, or a part is stored too.
+    pub(crate) fn unstack(&mut self, stack: &Arc<Stack>, parts: Vec<(String, Vec<usize>)>) -> Result<()> {
+        let Some(info) = self.tensors.remove(&stack.name) else { return Ok(()) };
+        let refused = |cause: String| {
+            Error::user(format!("cannot read weights {}", info.file.display()))
+                .because(format!("tensor `{}` {cause}", stack.name))
+                .hint("give config.json and weights of one and the same model")
+        };
+        if info.shape != stack.shape {
+            return Err(refused(format!("has shape {:?}, config.json makes it {:?}", info.shape, stack.shape)));
+        }
+        if self.quantized.contains_key(&stack.name) {
+            return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned()));
+        }
+        let mut start = info.range.start;
+        for (name, shape) in parts {
+            let end = start + shape.iter().product::<usize>() * info.dtype.size_bytes();
+            let part = TensorInfo { shape, range: start..end, stack: Some(Arc::clone(stack)), ..info.clone() };
+            start = end;
+            if self.tensors.insert(name.clone(), part).is_some() {
+                return Err(refused(format!("and its part `{name}` are both stored")));
+            }
+        }
+        Ok(())
     }
 
     /// Adds a warning to [`ModelFiles::notes`].

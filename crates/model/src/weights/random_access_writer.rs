@@ -32,7 +32,7 @@ impl PlannedFile {
         match self {
             PlannedFile::Sized(entry) => entry.clone(),
             PlannedFile::Text(name, longest) => {
-                WriteEntry { name: name.clone(), dtype: StoredDtype::U8, shape: vec![*longest] }
+                WriteEntry { name: name.clone(), dtype: StoredDtype::U8, shape: vec![*longest], stack: None }
             }
         }
     }
@@ -209,7 +209,7 @@ mod tests {
     use crate::weights::ModelFiles;
 
     fn sized(name: &str, dtype: StoredDtype, shape: &[usize]) -> PlannedFile {
-        PlannedFile::Sized(WriteEntry { name: name.into(), dtype, shape: shape.into() })
+        PlannedFile::Sized(WriteEntry { name: name.into(), dtype, shape: shape.into(), stack: None })
     }
 
     #[test]

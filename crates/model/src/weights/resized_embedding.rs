@@ -88,7 +88,7 @@ mod tests {
     fn rows_beyond_the_file_are_the_mean() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("model.safetensors");
-        let entry = WriteEntry { name: "t".into(), dtype: StoredDtype::F32, shape: vec![3, 2] };
+        let entry = WriteEntry { name: "t".into(), dtype: StoredDtype::F32, shape: vec![3, 2], stack: None };
         write_file(&path, &[entry], |_, sink| sink.write_values(&[1f32, 10.0, 2.0, 20.0, 6.0, 60.0]))
             .expect("written");
         let files = ModelFiles::open_file(&path).expect("opens");

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::StoredDtype;
+use super::{Stack, StoredDtype};
 
 /// The position, type and shape of a tensor, from the header alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,6 +18,8 @@ pub struct TensorInfo {
     /// Its bytes in that file; of a quantized tensor, its codes.
     pub range: Range<usize>,
     pub(super) shard: usize,
+    /// The stored tensor that it is a part of, if any.
+    pub(crate) stack: Option<Arc<Stack>>,
 }
 
 impl TensorInfo {

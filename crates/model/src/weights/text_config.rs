@@ -37,7 +37,7 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 5] = [
+const VISION_MODELS: [VisionModel; 7] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
     vision("mistral3", "ministral3", "ministral3", "Ministral3ForCausalLM"),
@@ -51,6 +51,14 @@ const VISION_MODELS: [VisionModel; 5] = [
         tied: false,
         rope_theta: Some(5e5),
         ..vision("qwen3_vl", "qwen3_vl_text", "qwen3", "Qwen3ForCausalLM")
+    },
+    VisionModel {
+        tied: false,
+        ..vision("qwen3_5", "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM")
+    },
+    VisionModel {
+        tied: false,
+        ..vision("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
     },
 ];
 

@@ -13,7 +13,9 @@ use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use super::stack::{Stack, are_of_one_stack, stored};
 use super::unfinished::{Unfinished, names_in, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
@@ -31,9 +33,16 @@ pub struct WriteEntry {
     pub dtype: StoredDtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<usize>,
+    /// The stored tensor that it is a part of, if any. Its parts are consecutive entries.
+    pub stack: Option<Arc<Stack>>,
 }
 
 impl WriteEntry {
+    /// Returns the name of the tensor in the file.
+    pub fn stored_name(&self) -> &str {
+        self.stack.as_ref().map_or(&self.name, |stack| &stack.name)
+    }
+
     /// Returns the bytes of its data in the file.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().map(|&dim| dim as u64).product::<u64>() * self.dtype.size_bytes() as u64
@@ -195,7 +204,7 @@ pub(crate) fn write_index<'a>(
     let (mut total_size, mut weight_map) = (0, serde_json::Map::new());
     for (entry, shard) in tensors {
         total_size += entry.bytes();
-        weight_map.insert(entry.name.clone(), shard.into());
+        weight_map.insert(entry.stored_name().to_owned(), shard.into());
     }
     let index = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
     write_text(&folder.join(INDEX_FILE), &format!("{index:#}\n"))
@@ -224,7 +233,7 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
 /// Splits entries into shards of at most `shard_bytes`, in order, with a new shard if the next
 /// entry does not fit. A tensor larger than a shard gets a separate one.
 pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
-    split_groups(entries.iter().map(|entry| vec![entry.clone()]), WriteEntry::bytes, shard_bytes)
+    split_groups(entries.chunk_by(are_of_one_stack).map(<[WriteEntry]>::to_vec), WriteEntry::bytes, shard_bytes)
 }
 
 /// Works like [`split`] for groups that stay whole.
@@ -296,12 +305,12 @@ pub(super) fn header(entries: &[&WriteEntry], metadata: &Metadata) -> Result<Vec
     }
     json.insert("__metadata__".into(), texts);
     let mut offset = 0;
-    for entry in entries {
-        let end = offset + entry.bytes();
+    for entry in stored(entries)? {
+        let end = offset + entry.bytes;
         let tensor = serde_json::json!({
             "dtype": entry.dtype.name(), "shape": entry.shape, "data_offsets": [offset, end]
         });
-        if json.insert(entry.name.clone(), tensor).is_some() {
+        if json.insert(entry.name.to_owned(), tensor).is_some() {
             return Err(Error::internal("cannot write weights")
                 .because(format!("tensor `{}` is to be written twice", entry.name)));
         }
@@ -387,7 +396,7 @@ mod tests {
     use super::*;
 
     fn entry(name: &str, dtype: StoredDtype, shape: &[usize]) -> WriteEntry {
-        WriteEntry { name: name.into(), dtype, shape: shape.into() }
+        WriteEntry { name: name.into(), dtype, shape: shape.into(), stack: None }
     }
 
     #[test]
@@ -399,6 +408,23 @@ mod tests {
             .map(|shard| shard.iter().map(|entry| entry.bytes()).collect())
             .collect();
         assert_eq!(sizes, [vec![4, 4], vec![100], vec![1, 2], vec![9]]);
+    }
+
+    /// The parts of a stack stay in one file, where they have one name and no gap.
+    #[test]
+    fn parts_of_a_stack_are_one_tensor() {
+        let stack = Some(Arc::new(Stack { name: "experts".into(), shape: vec![2, 3] }));
+        let part = |name| WriteEntry { stack: stack.clone(), ..entry(name, StoredDtype::BF16, &[3]) };
+        let entries = [entry("a", StoredDtype::BF16, &[1]), part("first"), part("second")];
+        let sizes: Vec<usize> = split(&entries, 8).iter().map(Vec::len).collect();
+        assert_eq!(sizes, [1, 2]);
+        let text = |entries: &[&WriteEntry]| {
+            header(entries, &Metadata::new()).map(|bytes| String::from_utf8_lossy(&bytes[8..]).into_owned())
+        };
+        let found = text(&entries.each_ref()).expect("all parts");
+        assert!(found.contains(r#""experts":{"dtype":"BF16","shape":[2,3],"data_offsets":[2,14]}"#), "{found}");
+        let torn = text(&[&entries[1], &entries[0], &entries[2]]).expect_err("a gap");
+        assert!(torn.to_string().contains("6 of its 12 bytes"), "{torn}");
     }
 
     #[test]

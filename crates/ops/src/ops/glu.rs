@@ -18,13 +18,15 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// The activation of an MLP's gate.
+/// The activation of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// SiLU, also called swish: `x · sigmoid(x)`.
     Silu,
     /// GELU by tanh (`gelu_pytorch_tanh`): `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
     GeluTanh,
+    /// The sigmoid alone, of the gates on attention's output (Qwen3.5).
+    Sigmoid,
 }
 
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
@@ -43,6 +45,10 @@ impl Activation {
                 let t = simd::tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
                 let inner = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x);
                 (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
+            }
+            Activation::Sigmoid => {
+                let s = simd::sigmoid(x);
+                (s, s * (1.0 - s))
             }
         }
     }
@@ -63,6 +69,11 @@ impl Activation {
                 let inner = ((x.sqr()? * (3.0 * cubic))? + 1.0)?;
                 let right = ((x * (1.0 - t.sqr()?)?)? * inner)?;
                 Ok(((x * &left)?, (left + (right * (0.5 * root))?)?))
+            }
+            Activation::Sigmoid => {
+                let s = (x.neg()?.exp()? + 1.0)?.recip()?;
+                let slope = (&s * (1.0 - &s)?)?;
+                Ok((s, slope))
             }
         }
     }
@@ -96,6 +107,7 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
             match activation {
                 Activation::Silu => silu_row(h, gate, up),
                 Activation::GeluTanh => gelu_row(h, gate, up),
+                Activation::Sigmoid => sigmoid_row(h, gate, up),
             }
         });
         tensor(h, (rows, half))
@@ -130,6 +142,7 @@ pub fn glu_backward(gate_up: &Tensor, dh: &TensorMut, activation: Activation) ->
                 match activation {
                     Activation::Silu => silu_row_backward(dgate, dup, dh, gate, up),
                     Activation::GeluTanh => gelu_row_backward(dgate, dup, dh, gate, up),
+                    Activation::Sigmoid => sigmoid_row_backward(dgate, dup, dh, gate, up),
                 }
             });
         })?;
@@ -161,6 +174,7 @@ macro_rules! row_loops {
 }
 row_loops!(silu_row, silu_row_backward, Activation::Silu);
 row_loops!(gelu_row, gelu_row_backward, Activation::GeluTanh);
+row_loops!(sigmoid_row, sigmoid_row_backward, Activation::Sigmoid);
 
 fn halves(gate_up: &Tensor) -> Result<(Tensor, Tensor)> {
     let (_, width) = dims2(gate_up)?;
@@ -174,6 +188,7 @@ pub(crate) fn reference(gate_up: &Tensor, activation: Activation) -> Result<Tens
     let act = match activation {
         Activation::Silu => gate.silu()?,
         Activation::GeluTanh => gate.gelu()?,
+        Activation::Sigmoid => (gate.neg()?.exp()? + 1.0)?.recip()?,
     };
     Ok((act * up)?.to_dtype(gate_up.dtype())?)
 }

@@ -1,10 +1,12 @@
 //! Copies between tensors of any two dtypes, and zeros, in place.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::TensorMut;
-use super::cpu_tensor::{FloatElement, read, update, with_elem};
+use super::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use super::device_memory::{allocated, allocated_by_candle};
 use super::device_queue::{finish_upload, wait_for};
 use super::trace::{SpanInfo, SpanKind, span};
@@ -56,6 +58,39 @@ pub fn stacked(parts: &[&Tensor]) -> Result<Tensor> {
     let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };
     let bytes = parts.iter().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum();
     allocated_by_candle(first.device(), bytes, || Tensor::cat(parts, 0))
+}
+
+/// Returns the column ranges `columns` of `x: [N, W]`, side by side in this order: `[N, Σ len]` in
+/// the same dtype.
+///
+/// # Errors
+/// The device has too little memory, or `x` is not a contiguous matrix.
+///
+/// # Panics
+/// A range exceeds the columns of `x`.
+pub fn columns_of(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
+    let (rows, width) = dims2(x)?;
+    let out: usize = columns.iter().map(Range::len).sum();
+    let _span = span(|| SpanInfo::op("columns").dims(&[rows, out]).moves(&[x, x]));
+    if !x.device().is_cpu() {
+        let numbers: Vec<u32> = columns.iter().cloned().flatten().map(|column| column as u32).collect();
+        let numbers = to_device(&Tensor::from_vec(numbers, out, &Device::Cpu)?, x.device())?;
+        let bytes = rows * out * x.dtype().size_in_bytes();
+        return allocated_by_candle(x.device(), bytes, || x.index_select(&numbers, 1));
+    }
+    with_elem!(x.dtype(), T => {
+        let x = read::<T>(x)?;
+        let mut y = unwritten::<T>(rows * out);
+        y.par_chunks_mut(out.max(1)).zip(x.par_chunks(width.max(1))).with_min_len(8).for_each(|(y, x)| {
+            let mut y = y;
+            for range in columns {
+                let (part, rest) = y.split_at_mut(range.len());
+                part.copy_from_slice(&x[range.clone()]);
+                y = rest;
+            }
+        });
+        tensor(y, (rows, out))
+    })
 }
 
 /// Copies `x` to `device`, or returns it if it is there already. Of a view it copies only the
@@ -117,6 +152,16 @@ pub fn zero(x: &TensorMut) -> Result<()> {
 mod tests {
     use super::*;
     use crate::runtime::planned_failure::PlannedFailure;
+
+    #[test]
+    fn columns_come_in_the_given_order() -> Result<()> {
+        let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]], &Device::Cpu)?;
+        for dtype in [DType::F32, DType::BF16] {
+            let found = columns_of(&x.to_dtype(dtype)?, &[3..4, 0..2, 0..1])?.to_dtype(DType::F32)?;
+            assert_eq!(found.to_vec2::<f32>()?, [[4.0, 1.0, 2.0, 1.0], [8.0, 5.0, 6.0, 5.0]]);
+        }
+        Ok(())
+    }
 
     /// The first request of candle's fails; its repetition gives the tensor.
     #[test]

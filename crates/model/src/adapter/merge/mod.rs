@@ -200,9 +200,10 @@ impl<'a> MergePlan<'a> {
         tie: &Tie,
         options: &MergeOptions<'_>,
     ) -> Result<MergeOutput<'a>> {
-        let shape = module.map_or(&self.base.require(stored)?.shape, |module| &module.shape).clone();
+        let info = self.base.require(stored)?;
+        let shape = module.map_or(&info.shape, |module| &module.shape).clone();
         let mut out = MergeOutput {
-            entry: WriteEntry { name: name.into(), dtype, shape },
+            entry: WriteEntry { name: name.into(), dtype, shape, stack: info.stack.clone() },
             source: ValueSource::Base(stored),
             format: None,
             rows: None,

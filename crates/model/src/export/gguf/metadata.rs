@@ -11,7 +11,7 @@ use super::rope;
 use super::types::GgufType;
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::Result;
-use crate::model::{GgufSliding, GgufWindows, ModelConfig, TokenMixer};
+use crate::model::{GgufSliding, GgufWindows, ModelConfig};
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
@@ -88,7 +88,7 @@ fn experts(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Res
 /// Sets the factors of an architecture that has keys for them.
 fn factors(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) {
     let Some(block) = config.blocks.first().filter(|_| config.family.gguf.reads_factors) else { return };
-    let TokenMixer::Attention(attention) = &block.token_mixer;
+    let Some(attention) = block.token_mixer.attention() else { return };
     for (key, factor) in [
         ("embedding_scale", config.embedding_factor),
         ("attention.scale", attention.scale),

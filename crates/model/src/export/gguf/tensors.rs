@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use crate::error::Result;
 use crate::model::{
-    self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer,
+    self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel,
 };
 use crate::weights::ModelFiles;
 
@@ -149,6 +149,17 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::SharedUp => "ffn_up_shexp",
         BlockPart::SharedDown => "ffn_down_shexp",
         BlockPart::SharedFactor => "ffn_gate_inp_shexp",
+        BlockPart::DeltaQkv => "attn_qkv",
+        BlockPart::DeltaZ => "attn_gate",
+        BlockPart::DeltaB => "ssm_beta",
+        BlockPart::DeltaA => "ssm_alpha",
+        BlockPart::DeltaQkvz => "ssm_in",
+        BlockPart::DeltaBa => "ssm_ba",
+        BlockPart::DeltaOut => "ssm_out",
+        BlockPart::DeltaConv => "ssm_conv1d",
+        BlockPart::DeltaRate => "ssm_a",
+        BlockPart::DeltaStep => "ssm_dt",
+        BlockPart::DeltaNorm => "ssm_norm",
         BlockPart::AttnNorm => "attn_norm",
         BlockPart::AttnPostNorm => "post_attention_norm",
         BlockPart::MlpNorm => facts.mlp_norm,
@@ -163,7 +174,7 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
         change.add = 1.0;
     }
     let ModelPart::Block { layer, part } = part else { return change };
-    let TokenMixer::Attention(attention) = &config.blocks[layer].token_mixer;
+    let Some(attention) = config.blocks[layer].token_mixer.attention() else { return change };
     if config.family.gguf.interleaves_heads {
         change.interleave_heads = match part {
             BlockPart::QProj => Some(config.heads.num_heads),

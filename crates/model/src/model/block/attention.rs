@@ -1,12 +1,15 @@
 //! Softmax attention with rotary positions, forward and backward.
 //!
 //! ```text
-//! y = o_proj(attention(factor? · rope(norm?(qkv_proj(x)))))
+//! y = o_proj(gate? · attention(factor? · rope(norm?(qkv_proj(x)))))
 //! ```
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
-//! `factor?` grows with a query's position (ministral3). Backward recomputes rotated heads, which
-//! are elementwise.
+//! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
+//! of `q_proj` (Qwen3.5). Backward recomputes rotated heads and gated outputs, which are
+//! elementwise.
+
+use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -17,11 +20,12 @@ use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
 use crate::ops::ColumnView;
-use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_backward};
+use crate::ops::attention::{AttentionOutput, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::converted;
+use crate::runtime::copy::{columns_of, converted};
 
 /// The parameters of attention, for one use.
 #[derive(Debug, Clone)]
@@ -40,6 +44,8 @@ pub struct AttentionWeights {
 #[derive(Debug, Clone)]
 pub(super) struct AttentionSaved {
     qkv: Tensor,
+    /// The logits of the gates on the output, `[N, H head_dim]`.
+    gates: Option<Tensor>,
     attended: AttentionOutput,
     lora_qkv: LoraSaved,
     lora_o: LoraSaved,
@@ -47,41 +53,45 @@ pub(super) struct AttentionSaved {
 
 impl AttentionSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(config: &ModelConfig, tokens: usize, dtype: DType) -> [(&'static str, usize); 3] {
+    pub(super) fn parts(
+        config: &ModelConfig,
+        mixer: &AttentionMixer,
+        tokens: usize,
+        dtype: DType,
+    ) -> Vec<(&'static str, usize)> {
         let heads = config.heads;
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
-        [
+        let mut parts = vec![
             ("q, k and v", rows(heads.qkv_width())),
             ("attention's output", rows(heads.q_width())),
             ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
-        ]
+        ];
+        parts.extend(mixer.has_gates.then(|| ("gates of attention", rows(heads.q_width()))));
+        parts
     }
 
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let AttentionSaved { qkv, attended: AttentionOutput { out, lse }, lora_qkv, lora_o } = self;
-        [qkv, out, lse].into_iter().chain(lora_qkv.tensors()).chain(lora_o.tensors()).collect()
+        let AttentionSaved { qkv, gates, attended: AttentionOutput { out, lse }, lora_qkv, lora_o } = self;
+        [qkv, out, lse].into_iter().chain(gates).chain(lora_qkv.tensors()).chain(lora_o.tensors()).collect()
     }
 }
 
 /// Keys and values of the tokens seen so far, for generation: `[capacity, K · head_dim]` each.
 #[derive(Debug)]
-pub struct BlockCache {
+pub struct KeyValueCache {
     k: TensorMut,
     v: TensorMut,
     len: usize,
 }
 
-impl BlockCache {
+impl KeyValueCache {
     /// Creates an empty cache for `capacity` tokens.
-    ///
-    /// # Errors
-    /// The device has not enough memory.
-    pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
+    pub(super) fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let shape = (capacity, config.heads.kv_width());
         let zeros = || TensorMut::zeros(shape, dtype, device);
-        Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
+        Ok(KeyValueCache { k: zeros()?, v: zeros()?, len: 0 })
     }
 
     /// Appends the keys and values of new tokens. Returns all so far and the span that attends to
@@ -113,19 +123,30 @@ impl AttentionWeights {
         pass: LayerPass<'_>,
         x: &Tensor,
         residual: Option<&Tensor>,
-        cache: Option<&mut BlockCache>,
+        cache: Option<&mut KeyValueCache>,
     ) -> Result<(Tensor, AttentionSaved)> {
-        let (qkv, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
+        let (raw, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
+        let (qkv, gates) = match self.mixer.has_gates {
+            false => (raw, None),
+            true => {
+                let order = GateOrder::new(pass.config.heads);
+                (columns_of(&raw, &order.qkv)?, Some(columns_of(&raw, &order.gates)?))
+            }
+        };
         let attended = self.attend(pass, &qkv, cache)?;
-        let (y, lora_o) = linear::forward(&self.o, &attended.out, residual, pass.branch())?;
-        Ok((y, AttentionSaved { qkv, attended, lora_qkv, lora_o }))
+        let gated = match &gates {
+            None => attended.out.clone(),
+            Some(gates) => glu(&Tensor::cat(&[gates, &attended.out], 1)?, Activation::Sigmoid)?,
+        };
+        let (y, lora_o) = linear::forward(&self.o, &gated, residual, pass.branch())?;
+        Ok((y, AttentionSaved { qkv, gates, attended, lora_qkv, lora_o }))
     }
 
     fn attend(
         &self,
         pass: LayerPass<'_>,
         qkv: &Tensor,
-        cache: Option<&mut BlockCache>,
+        cache: Option<&mut KeyValueCache>,
     ) -> Result<AttentionOutput> {
         let rotated = self.rotate(pass, qkv)?;
         let inputs = attention_inputs(pass.config, &rotated, qkv);
@@ -226,9 +247,23 @@ impl AttentionWeights {
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
         let (config, source) = (pass.config, pass.source());
-        let (dattended, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
-        pending.add(&saved.attended.out)?;
+        let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
         drop(dout);
+        let (dattended, dgates) = match &saved.gates {
+            None => {
+                pending.add(&saved.attended.out)?;
+                (dgated, None)
+            }
+            Some(gates) => {
+                let dgated = TensorMut::new(dgated);
+                let inputs = Tensor::cat(&[gates, &saved.attended.out], 1)?;
+                let d = glu_backward(&inputs, &dgated, Activation::Sigmoid)?;
+                // The gated output takes the place of its gradient.
+                pending.add(&dgated)?;
+                let q = config.heads.q_width();
+                (columns_of(&d, &[q..2 * q])?, Some(columns_of(&d, &[0..q])?))
+            }
+        };
         let dqkv = {
             let rotated = self.rotate(pass, &saved.qkv)?;
             let inputs = attention_inputs(config, &rotated, &saved.qkv);
@@ -242,8 +277,42 @@ impl AttentionWeights {
             )?)
         };
         self.rotate_backward(pass, &saved.qkv, &dqkv)?;
+        let dqkv = match dgates {
+            None => dqkv,
+            Some(dgates) => {
+                let both = Tensor::cat(&[&dqkv.into_tensor(), &dgates], 1)?;
+                TensorMut::new(columns_of(&both, &GateOrder::new(config.heads).raw)?)
+            }
+        };
         let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
+    }
+}
+
+/// The ranges of columns of a projection with gates, and back. `q_proj` gives the query of a head,
+/// then its gates; k and v follow all heads.
+struct GateOrder {
+    /// q, k and v in the raw projection.
+    qkv: Vec<Range<usize>>,
+    /// The gates in the raw projection.
+    gates: Vec<Range<usize>>,
+    /// The raw projection in q, k, v and the gates side by side.
+    raw: Vec<Range<usize>>,
+}
+
+impl GateOrder {
+    fn new(heads: Heads) -> Self {
+        let (dim, q, qkv) = (heads.head_dim, heads.q_width(), heads.qkv_width());
+        let of_heads = |first: usize, step: usize| {
+            (0..heads.num_heads).map(move |head| first + head * step..first + head * step + dim)
+        };
+        let after_q = [2 * q..q + qkv];
+        let pairs = of_heads(0, dim).zip(of_heads(qkv, dim)).flat_map(|(query, gate)| [query, gate]);
+        GateOrder {
+            qkv: of_heads(0, 2 * dim).chain(after_q).collect(),
+            gates: of_heads(dim, 2 * dim).collect(),
+            raw: pairs.chain([q..qkv]).collect(),
+        }
     }
 }
 

@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 15] = [
+const MODELS: [&str; 18] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -29,6 +29,12 @@ const MODELS: [&str; 15] = [
     r#""model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 12"#,
     r#""model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8"#,
+    r#""model_type": "qwen3_5_text", "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 4, "partial_rotary_factor": 0.5"#,
+    r#""model_type": "qwen3_5_text", "full_attention_interval": 1, "partial_rotary_factor": 0.5"#,
+    r#""model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 4, "partial_rotary_factor": 0.5, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12"#,
 ];
 
 fn config(model: &str) -> ModelConfig {
@@ -216,7 +222,7 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
         let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
-        let TokenMixerWeights::Attention(attention) = &weights.token_mixer;
+        let TokenMixerWeights::Attention(attention) = &weights.token_mixer else { panic!("no attention") };
         let (first, down) = match &weights.channel_mixer {
             ChannelMixerWeights::GatedMlp(mlp) => (&mlp.gate_up, &mlp.down),
             ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),

@@ -27,8 +27,20 @@ pub struct Architecture {
     pub(super) compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
     /// Returns the name of a module in the checkpoint, after that of its block.
     pub(in crate::model) module_name: fn(BlockPart) -> &'static str,
+    /// The stacks of a block's experts, which checkpoints have instead of a tensor for each expert;
+    /// `None`: no checkpoint has stacks.
+    pub(in crate::model) stacked_experts: Option<StackedExperts>,
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
+}
+
+/// The names of the stacks of a block's experts, after that of the block.
+#[derive(Debug)]
+pub(in crate::model) struct StackedExperts {
+    /// Gate and up of each expert: `[E, 2 F, D]`.
+    pub(in crate::model) gate_up: &'static str,
+    /// The second projection of each expert: `[E, D, F]`.
+    pub(in crate::model) down: &'static str,
 }
 
 /// The parts of a model, as composed by its family.

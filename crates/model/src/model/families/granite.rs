@@ -5,7 +5,7 @@ use super::gguf_facts::{GgufFacts, GgufNoPositions, GgufSeventyB};
 use super::sizes::ModelSizes;
 use super::{llama, parts};
 use crate::error::Result;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 
@@ -32,7 +32,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
 pub(super) fn compose_of(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
-    mlp: GatedMlp,
+    mlp: impl Into<ChannelMixer>,
     rope: Rope,
 ) -> Result<Composition> {
     let factor = |key| Ok(keys.above_zero(key)?.unwrap_or(1.0));

@@ -17,6 +17,7 @@ mod gemma3;
 mod gguf_facts;
 mod glm4;
 mod granite;
+mod granitemoe;
 mod granitemoehybrid;
 mod llama;
 mod ministral;
@@ -32,7 +33,10 @@ mod phi3;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
+mod qwen3_next;
 mod refusals;
 mod seed_oss;
 mod sizes;
@@ -85,6 +89,10 @@ static FAMILIES: &[&Architecture] = &[
     &qwen2_moe::QWEN2_MOE,
     &qwen3_moe::QWEN3_MOE,
     &olmoe::OLMOE,
+    &qwen3_5::QWEN3_5,
+    &qwen3_5_moe::QWEN3_5_MOE,
+    &qwen3_next::QWEN3_NEXT,
+    &granitemoe::GRANITEMOE,
 ];
 
 impl ModelConfig {

@@ -1,6 +1,8 @@
 //! Parts that several families share: Llama's declaration and names, and readers of config.json,
 //! each of which makes one part of a model.
 
+use serde_json::Value;
+
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::sizes::{MOST_WIDE, ModelSizes};
@@ -28,6 +30,7 @@ pub(super) const fn architecture(
         intermediate_size: "intermediate_size",
         compose,
         module_name: llama_name,
+        stacked_experts: None,
         gguf: GgufFacts::usual(name),
     }
 }
@@ -61,6 +64,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         o_bias: bias,
         qk_norm: None,
         fused: false,
+        has_gates: false,
     })
 }
 
@@ -211,19 +215,32 @@ pub(super) fn sliding_layers(
     sizes: &ModelSizes,
     default: impl Fn(usize) -> bool,
 ) -> Result<Vec<bool>> {
+    let kinds = ["full_attention", "sliding_attention"];
+    let kinds = layer_kinds(keys, sizes, kinds, |layer| usize::from(default(layer)))?;
+    Ok(kinds.into_iter().map(|kind| kind == 1).collect())
+}
+
+/// Returns for each layer the position of its kind in `kinds`, by `layer_types` or else by
+/// `default` of its index.
+pub(super) fn layer_kinds(
+    keys: &ConfigReader<'_>,
+    sizes: &ModelSizes,
+    kinds: [&str; 2],
+    default: impl Fn(usize) -> usize,
+) -> Result<Vec<usize>> {
     let count = sizes.num_layers;
     let Some(named) = keys.opt_list("layer_types")? else { return Ok((0..count).map(default).collect()) };
     if named.len() != count {
         return Err(Error::user(format!("`layer_types` has {} entries", named.len()))
             .because(format!("num_hidden_layers is {count}")));
     }
-    let slides = named.iter().map(|name| match name.as_str() {
-        Some("sliding_attention") => Ok(true),
-        Some("full_attention") => Ok(false),
-        _ => Err(Error::user(format!("`layer_types` names {name}"))
-            .because("accepted: full_attention, sliding_attention")),
-    });
-    slides.collect()
+    let kind = |name: &Value| {
+        let found = kinds.iter().position(|kind| name.as_str() == Some(kind));
+        found.ok_or_else(|| {
+            Error::user(format!("`layer_types` names {name}")).because(format!("accepted: {}", kinds.join(", ")))
+        })
+    };
+    named.iter().map(kind).collect()
 }
 
 /// Reads the settings of a rope outside `rope_scaling`; `theta` is the family's default.
@@ -297,6 +314,17 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::SharedUp => "mlp.shared_expert.up_proj",
         BlockPart::SharedDown => "mlp.shared_expert.down_proj",
         BlockPart::SharedFactor => "mlp.shared_expert_gate",
+        BlockPart::DeltaQkv => "linear_attn.in_proj_qkv",
+        BlockPart::DeltaZ => "linear_attn.in_proj_z",
+        BlockPart::DeltaB => "linear_attn.in_proj_b",
+        BlockPart::DeltaA => "linear_attn.in_proj_a",
+        BlockPart::DeltaQkvz => "linear_attn.in_proj_qkvz",
+        BlockPart::DeltaBa => "linear_attn.in_proj_ba",
+        BlockPart::DeltaOut => "linear_attn.out_proj",
+        BlockPart::DeltaConv => "linear_attn.conv1d",
+        BlockPart::DeltaRate => "linear_attn.A_log",
+        BlockPart::DeltaStep => "linear_attn.dt_bias",
+        BlockPart::DeltaNorm => "linear_attn.norm",
         BlockPart::AttnNorm => "input_layernorm",
         // The second norm of a block has this name in both of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",

@@ -11,7 +11,7 @@ pub(super) const MOST_TOKENS: usize = 1 << 27;
 /// Maximum number of blocks.
 const MOST_LAYERS: usize = 1 << 16;
 /// Maximum number of attention heads, and maximum width of one.
-const MOST_HEADS: usize = 1 << 14;
+pub(super) const MOST_HEADS: usize = 1 << 14;
 /// Maximum number of positions of a sequence.
 const MOST_POSITIONS: usize = 1 << 32;
 

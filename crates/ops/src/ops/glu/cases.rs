@@ -6,10 +6,10 @@ use super::{Activation, glu, glu_backward, reference, reference_backward};
 use crate::error::Result;
 use crate::ops::case::{OpCase, TensorPair, Tolerance};
 
-/// Returns the cases of both activations.
+/// Returns the cases of all activations.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for activation in [Activation::Silu, Activation::GeluTanh] {
+    for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
         for (spread, size) in [(1.0, "values about 1"), (20.0, "values about 20")] {
             cases.extend(shaped(&format!("{activation:?}, {size}"), activation, spread, (13, 37)));
         }

@@ -34,6 +34,8 @@ pub(super) fn forward(driver: &dyn Driver, gate_up: &Tensor, activation: Activat
         (Activation::Silu, _) => launch!(glu_silu_f32),
         (Activation::GeluTanh, DType::BF16) => launch!(glu_gelu_bf16),
         (Activation::GeluTanh, _) => launch!(glu_gelu_f32),
+        (Activation::Sigmoid, DType::BF16) => launch!(glu_sigmoid_bf16),
+        (Activation::Sigmoid, _) => launch!(glu_sigmoid_f32),
     }
     Ok(h.into_tensor())
 }
@@ -57,6 +59,8 @@ pub(super) fn backward(
         (Activation::Silu, _) => launch!(glu_silu_backward_f32),
         (Activation::GeluTanh, DType::BF16) => launch!(glu_gelu_backward_bf16),
         (Activation::GeluTanh, _) => launch!(glu_gelu_backward_f32),
+        (Activation::Sigmoid, DType::BF16) => launch!(glu_sigmoid_backward_bf16),
+        (Activation::Sigmoid, _) => launch!(glu_sigmoid_backward_f32),
     }
     Ok(d.into_tensor())
 }

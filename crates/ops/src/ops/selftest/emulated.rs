@@ -60,6 +60,7 @@ fn every_op_passes() {
         "embed_backward",
         "gather_rows_bf16",
         "glu_gelu_backward",
+        "glu_sigmoid",
         "glu_silu",
         "layer_norm_backward",
         "layer_norm_gain_partial",
@@ -139,7 +140,7 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             layer_norm_backward(&x.here, norm, &dy.here, None, grads, Some(&normed))?;
             check("layer_norm", &normed, &layer_norm(&x.here, norm)?)?;
         }
-        for activation in [Activation::Silu, Activation::GeluTanh] {
+        for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
             let dh = runner.normal("dh", (5, width / 2))?.here;
             glu_backward(&x.here, &dh, activation)?;
             check("glu", &dh, &glu(&x.here, activation)?)?;

@@ -197,7 +197,7 @@ fn rotary_with_and_without_norms() -> Result<()> {
 
 #[test]
 fn gated_products() -> Result<()> {
-    for activation in [Activation::Silu, Activation::GeluTanh] {
+    for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
         let (x, dh) = (var("gate_up", (9, 24))?, normal("dh", (9, 12))?);
         let (gate, up) = (x.narrow(1, 0, 12)?, x.narrow(1, 12, 12)?);
         let act = match activation {
@@ -207,6 +207,7 @@ fn gated_products() -> Result<()> {
                     ((&gate + (gate.powf(3.0)? * 0.044_715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
                 ((inner.tanh()? + 1.0)? * (&gate * 0.5)?)?
             }
+            Activation::Sigmoid => (gate.neg()?.exp()? + 1.0)?.recip()?,
         };
         let h = (act * up)?;
         close("h", &glu::reference(&x, activation)?, &h)?;

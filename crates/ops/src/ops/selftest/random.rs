@@ -137,7 +137,7 @@ proptest! {
 
     #[test]
     fn gates(
-        activation in select(&[Activation::Silu, Activation::GeluTanh][..]),
+        activation in select(&[Activation::Silu, Activation::GeluTanh, Activation::Sigmoid][..]),
         spread in select(&[1.0, 20.0][..]),
         (rows, half, run) in (1..40_usize, widths(8), runs()),
     ) {

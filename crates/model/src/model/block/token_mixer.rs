@@ -1,0 +1,150 @@
+//! The token mixers of a block by their kind.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
+use super::gated_delta::{DeltaState, GatedDeltaSaved, GatedDeltaWeights};
+use super::{LayerPass, MixerBackward, MixerGradients};
+use crate::error::{Error, Result};
+use crate::model::ModelConfig;
+use crate::model::composition::TokenMixer;
+use crate::model::linear::MergedLinear;
+
+/// The parameters of a token mixer.
+#[derive(Debug, Clone)]
+pub enum TokenMixerWeights {
+    /// Softmax attention with rotary positions.
+    Attention(AttentionWeights),
+    /// A recurrence with a state of fixed size.
+    GatedDelta(GatedDeltaWeights),
+}
+
+impl TokenMixerWeights {
+    /// Returns the linear layers for changes to them.
+    pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
+        match self {
+            TokenMixerWeights::Attention(attention) => attention.linears(),
+            TokenMixerWeights::GatedDelta(delta) => delta.linears(),
+        }
+    }
+
+    /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
+    pub(super) fn forward(
+        &self,
+        pass: LayerPass<'_>,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        cache: Option<&mut BlockCache>,
+    ) -> Result<(Tensor, TokenMixerSaved)> {
+        match (self, cache) {
+            (TokenMixerWeights::Attention(attention), None) => {
+                let (out, saved) = attention.forward(pass, x, residual, None)?;
+                Ok((out, TokenMixerSaved::Attention(saved)))
+            }
+            (TokenMixerWeights::Attention(attention), Some(BlockCache::KeysAndValues(cache))) => {
+                let (out, saved) = attention.forward(pass, x, residual, Some(cache))?;
+                Ok((out, TokenMixerSaved::Attention(saved)))
+            }
+            (TokenMixerWeights::GatedDelta(delta), None) => {
+                let (out, saved) = delta.forward(pass, x, residual, None)?;
+                Ok((out, TokenMixerSaved::GatedDelta(saved)))
+            }
+            (TokenMixerWeights::GatedDelta(delta), Some(BlockCache::State(state))) => {
+                let (out, saved) = delta.forward(pass, x, residual, Some(state))?;
+                Ok((out, TokenMixerSaved::GatedDelta(saved)))
+            }
+            _ => Err(Error::internal("the cache is of another token mixer")),
+        }
+    }
+
+    /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
+    /// if something reads it.
+    pub(super) fn backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &TokenMixerSaved,
+        half: MixerBackward,
+    ) -> Result<MixerGradients<'_>> {
+        match (self, saved) {
+            (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
+                attention.backward(pass, saved, half)
+            }
+            (TokenMixerWeights::GatedDelta(delta), TokenMixerSaved::GatedDelta(saved)) => {
+                delta.backward(pass, saved, half)
+            }
+            _ => Err(Error::internal("the saved tensors are of another token mixer")),
+        }
+    }
+}
+
+/// The tensors that a token mixer's backward needs.
+#[derive(Debug, Clone)]
+pub(super) enum TokenMixerSaved {
+    Attention(AttentionSaved),
+    GatedDelta(GatedDeltaSaved),
+}
+
+impl TokenMixerSaved {
+    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
+    pub(super) fn parts(
+        config: &ModelConfig,
+        mixer: &TokenMixer,
+        tokens: usize,
+        dtype: DType,
+    ) -> Vec<(&'static str, usize)> {
+        match mixer {
+            TokenMixer::Attention(attention) => AttentionSaved::parts(config, attention, tokens, dtype),
+            TokenMixer::GatedDelta(delta) => GatedDeltaSaved::parts(delta, tokens, dtype).into(),
+        }
+    }
+
+    /// Returns all tensors that it holds.
+    #[cfg(test)]
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        match self {
+            TokenMixerSaved::Attention(attention) => attention.tensors(),
+            TokenMixerSaved::GatedDelta(delta) => delta.tensors(),
+        }
+    }
+}
+
+/// What a block keeps of the tokens seen so far, for generation.
+#[derive(Debug)]
+pub enum BlockCache {
+    /// Keys and values of all tokens.
+    KeysAndValues(KeyValueCache),
+    /// The state of a recurrence.
+    State(DeltaState),
+}
+
+impl BlockCache {
+    /// Creates the empty cache of block `layer` for `capacity` tokens.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub fn new(
+        config: &ModelConfig,
+        layer: usize,
+        capacity: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        Ok(match &config.blocks[layer].token_mixer {
+            TokenMixer::Attention(_) => {
+                BlockCache::KeysAndValues(KeyValueCache::new(config, capacity, dtype, device)?)
+            }
+            TokenMixer::GatedDelta(mixer) => BlockCache::State(DeltaState::new(mixer, dtype, device)?),
+        })
+    }
+
+    /// Returns the bytes of the cache of block `layer` for `capacity` tokens.
+    pub fn bytes(config: &ModelConfig, layer: usize, capacity: usize, dtype: DType) -> u64 {
+        match &config.blocks[layer].token_mixer {
+            TokenMixer::Attention(_) => {
+                let token = 2 * config.heads.kv_width() * dtype.size_in_bytes();
+                (capacity as u64).saturating_mul(token as u64)
+            }
+            TokenMixer::GatedDelta(mixer) => DeltaState::bytes(mixer, dtype) as u64,
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! Qwen3-Next: Qwen3.5's token mixers, with the projections of Gated DeltaNet by key head, and
+//! experts beside a shared one.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::parts::{self, ExpertKeys};
+use super::sizes::ModelSizes;
+use super::{qwen3_5, qwen3_5_moe};
+use crate::error::Result;
+use crate::model::composition::BlockConfig;
+use crate::model::config_reader::ConfigReader;
+
+const EXPERTS: ExpertKeys = ExpertKeys {
+    chosen: 10,
+    count: 512,
+    width: "moe_intermediate_size",
+    renormalize: true,
+    aux_coefficient: 0.001,
+};
+
+pub(super) static QWEN3_NEXT: Architecture = Architecture {
+    head_dim: Some(256),
+    gguf: GgufFacts::NONE,
+    ..parts::architecture("qwen3_next", &["qwen3_next"], compose)
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let renormalize = keys.bool_or("norm_topk_prob", EXPERTS.renormalize)?;
+    let experts = qwen3_5_moe::experts(keys, &ExpertKeys { renormalize, ..EXPERTS })?;
+    let mlp = parts::gated_mlp(keys)?;
+    let mixers = qwen3_5::token_mixers(keys, sizes, true)?;
+    let block = |(mixer, sparse)| {
+        if sparse { BlockConfig::pre_norm(mixer, experts) } else { BlockConfig::pre_norm(mixer, mlp) }
+    };
+    let sparse = parts::sparse_layers(keys, sizes)?;
+    qwen3_5::compose_of(keys, sizes, mixers.into_iter().zip(sparse).map(block).collect())
+}
