@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
@@ -16,6 +17,10 @@ use finetune::ops::experts::{
     ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows,
     scale_rows_backward,
 };
+use finetune::ops::gated_delta::{
+    DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward,
+};
+use finetune::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
@@ -37,6 +42,9 @@ fn results(dtype: DType) -> BTreeMap<&'static str, Vec<u64>> {
     linear(dtype, &mut results);
     elementwise(dtype, &mut results);
     attended(dtype, &mut results);
+    for (name, tensor) in gated_delta_net(dtype, &[200, 65, 1]) {
+        results.insert(name, bits(&tensor));
+    }
     loss_and_update(dtype, &mut results);
     results
 }
@@ -175,6 +183,86 @@ fn attended(dtype: DType, results: &mut Results) {
         let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();
         for (name, tensor) in names.into_iter().zip([attended.out, attended.lse, d]) {
             results.insert(name, bits(&tensor));
+        }
+    }
+}
+
+/// Returns the results of a gated linear attention over packed sequences of these lengths. The rows of
+/// its inputs do not depend on the lengths.
+fn gated_delta_net(dtype: DType, lengths: &[usize]) -> BTreeMap<&'static str, Tensor> {
+    gated_delta_net_from(dtype, 0, lengths)
+}
+
+/// Works like [`gated_delta_net`], on the inputs from row `first` on.
+fn gated_delta_net_from(dtype: DType, first: usize, lengths: &[usize]) -> BTreeMap<&'static str, Tensor> {
+    let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 6, key_dim: 16, value_dim: 32 };
+    let (rows, width, values) = (lengths.iter().sum(), heads.conv_width(), heads.value_width());
+    let starts = lengths.iter().scan(0, |end, len| {
+        *end += len;
+        Some(*end - len)
+    });
+    let spans: Vec<Span> = starts.zip(lengths).map(|(start, len)| Span::sequence(start, *len)).collect();
+    let given = |name: &str, width: usize| {
+        cast(name, (266, width), dtype).narrow(0, first, rows).unwrap().contiguous().unwrap()
+    };
+    let new = |width: usize| TensorMut::new(Tensor::zeros((rows, width), dtype, &Device::Cpu).unwrap());
+    // Columns of qkv, z, a and b, and their gradients.
+    let x = given("delta", width + values + 12);
+    let d = new(width + values + 12);
+    let column = |start, len| ColumnView { tensor: &x, start, len };
+    let to = |start, len| ColumnViewMut { tensor: &d, start, len };
+    let (w, dw) = (normal("conv", (width, 4)).to_dtype(dtype).unwrap(), zeros((width, 4)));
+    let (a_log, dt_bias, norm) = (normal("a_log", 6), normal("dt_bias", 6), normal("norm", 32));
+    let (dlog, dbias, dnorm) = (zeros(6), zeros(6), zeros(32));
+
+    let qkv = causal_conv(column(0, width), &w, &spans, None).unwrap();
+    let (a, b) = (column(width + values, 6), column(width + values + 6, 6));
+    let inputs = DeltaInputs { qkv: &qkv, a, b, a_log: &a_log, dt_bias: &dt_bias };
+    let output = gated_delta(inputs, heads, &spans, None).unwrap();
+    let z = column(width, values);
+    let norm = norm.to_dtype(dtype).unwrap();
+    let y = gated_rms_norm(&output.out, z, &norm, 1e-6).unwrap();
+
+    let (dy, dz) = (given("dy", values), to(width, values));
+    let dout = gated_rms_norm_backward(&output.out, z, &norm, &dy, Some(&dnorm), 1e-6, dz).unwrap();
+    let grads = DeltaParamGrads { a_log: Some(&dlog), dt_bias: Some(&dbias) };
+    let (da, db) = (to(width + values, 6), to(width + values + 6, 6));
+    let dqkv = gated_delta_backward(inputs, &output, &dout, heads, &spans, grads, da, db).unwrap();
+    causal_conv_backward(column(0, width), &w, &dqkv, &spans, Some(&dw), to(0, width)).unwrap();
+    BTreeMap::from([
+        ("causal_conv", qkv),
+        ("gated_delta", output.out),
+        ("gated_delta states", output.states),
+        ("gated_rms_norm", y),
+        ("gated_rms_norm_backward", dout),
+        ("gated_delta_backward", dqkv),
+        ("gradients of a gated linear attention", d.into_tensor()),
+        ("causal_conv_backward dweight", dw.into_tensor()),
+        ("gated_rms_norm_backward dweight", dnorm.into_tensor()),
+        ("gated_delta_backward da_log", dlog.into_tensor()),
+        ("gated_delta_backward ddt_bias", dbias.into_tensor()),
+    ])
+}
+
+/// Convolution and state restart at every sequence: results and gradients of packed sequences are
+/// those of each sequence alone, to the bit.
+#[test]
+fn of_a_linear_attention_do_not_depend_on_packing() {
+    for dtype in [DType::F32, DType::BF16] {
+        let (lengths, mut row, mut chunk) = ([70, 1, 130, 65], 0, 0);
+        let packed = gated_delta_net(dtype, &lengths);
+        for len in lengths {
+            let alone = gated_delta_net_from(dtype, row, &[len]);
+            for (name, alone) in &alone {
+                let (start, len) = match *name {
+                    "gated_delta states" => (chunk, len.div_ceil(64)),
+                    name if name.ends_with("dweight") || name.contains(" d") => continue,
+                    _ => (row, len),
+                };
+                let here = packed[name].narrow(0, start, len).unwrap();
+                assert_eq!(bits(&here), bits(alone), "{name} in {dtype:?}, {len} rows from {row} on");
+            }
+            (row, chunk) = (row + len, chunk + len.div_ceil(64));
         }
     }
 }

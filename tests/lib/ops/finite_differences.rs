@@ -2,8 +2,10 @@
 //! with them, and the ops' gradients with their central differences.
 
 use candle_core::{Device, Tensor};
+use finetune::ops::ColumnViewMut;
 use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
     score_targets,
@@ -12,6 +14,10 @@ use finetune::ops::experts::{
     ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
     scale_rows_backward,
 };
+use finetune::ops::gated_delta::{
+    DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward,
+};
+use finetune::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -223,6 +229,128 @@ fn of_balanced_experts() {
     let got = balance_experts(&logits, &pull, &d).unwrap();
     assert!((got - value(&logits64)).abs() < 1e-5, "{got}");
     close("dlogits", &d, &differences(&logits64, value));
+}
+
+/// Spans of 3 and 5 rows.
+const TWO_SPANS: [Span; 2] = [
+    Span { q_start: 0, q_len: 3, k_start: 0, k_len: 3 },
+    Span { q_start: 3, q_len: 5, k_start: 3, k_len: 5 },
+];
+
+fn silu_f64(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// Convolves the rows of both spans.
+fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize)) -> Vec<f64> {
+    let mut y = vec![0.0; x.len()];
+    for span in TWO_SPANS {
+        for (n, c) in
+            (span.q_start..span.q_start + span.q_len).flat_map(|n| (0..channels).map(move |c| (n, c)))
+        {
+            let terms = (0..taps).filter(|back| n >= span.q_start + back);
+            let sum = terms.map(|back| x[(n - back) * channels + c] * w[c * taps + taps - 1 - back]).sum();
+            y[n * channels + c] = silu_f64(sum);
+        }
+    }
+    y
+}
+
+#[test]
+fn of_causal_convolutions() {
+    let shape = (6, 4);
+    let (x, w, dy) = (normal("x", (8, 6)), normal("w", shape), normal("dy", (8, 6)));
+    let (x64, w64, dy64) = (values(&x), values(&w), values(&dy));
+    let view = ColumnView::all(&x);
+    close("y", &causal_conv(view, &w, &TWO_SPANS, None).unwrap(), &conv_f64(&x64, &w64, shape));
+    let (dx, dw) = (zeros((8, 6)), zeros(shape));
+    causal_conv_backward(view, &w, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
+    close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64, shape), &dy64)));
+    close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w, shape), &dy64)));
+}
+
+#[test]
+fn of_gated_norms() {
+    let kind = NormKind { eps: 1e-2, unit_offset: false };
+    let (x, z, w, dy) = (normal("x", (4, 21)), normal("z", (4, 21)), normal("w", 7), normal("dy", (4, 21)));
+    let (x64, z64, w64, dy64) = (values(&x), values(&z), values(&w), values(&dy));
+    let of = |x: &[f64], z: &[f64], w: &[f64]| -> Vec<f64> {
+        norm_f64(x, w, kind).iter().zip(z).map(|(normed, z)| normed * silu_f64(*z)).collect()
+    };
+    let gates = ColumnView::all(&z);
+    close("y", &gated_rms_norm(&x, gates, &w, 1e-2).unwrap(), &of(&x64, &z64, &w64));
+    let (dz, dw) = (zeros((4, 21)), zeros(7));
+    let to = ColumnViewMut::all(&dz);
+    let dx = gated_rms_norm_backward(&x, gates, &w, &dy, Some(&dw), 1e-2, to).unwrap();
+    close("dx", &dx, &differences(&x64, |x| dot(&of(x, &z64, &w64), &dy64)));
+    close("dz", &dz, &differences(&z64, |z| dot(&of(&x64, z, &w64), &dy64)));
+    close("dw", &dw, &differences(&w64, |w| dot(&of(&x64, &z64, w), &dy64)));
+}
+
+const DELTA_HEADS: DeltaHeads = DeltaHeads { num_key_heads: 1, num_value_heads: 2, key_dim: 3, value_dim: 2 };
+
+/// The inputs of the delta rule: qkv, a, b, a_log and dt_bias.
+type DeltaValues = [Vec<f64>; 5];
+
+/// Applies the delta rule token by token.
+fn delta_f64([qkv, a, b, a_log, dt_bias]: &DeltaValues) -> Vec<f64> {
+    let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = DELTA_HEADS;
+    let mut out = vec![0.0; qkv.len() / DELTA_HEADS.conv_width() * DELTA_HEADS.value_width()];
+    let unit = |x: &[f64]| -> Vec<f64> {
+        let norm = (dot(x, x) + 1e-6).sqrt();
+        x.iter().map(|x| x / norm).collect()
+    };
+    for (span, head) in TWO_SPANS.iter().flat_map(|span| (0..num_value_heads).map(move |head| (span, head))) {
+        let mut state = vec![0.0; key_dim * value_dim];
+        for n in span.q_start..span.q_start + span.q_len {
+            let row = &qkv[n * DELTA_HEADS.conv_width()..];
+            let (q, k) = (unit(&row[..key_dim]), unit(&row[key_dim..2 * key_dim]));
+            let v = &row[2 * key_dim + head * value_dim..][..value_dim];
+            let gate = n * num_value_heads + head;
+            let beta = 1.0 / (1.0 + (-b[gate]).exp());
+            let rate = a_log[head].exp() * (a[gate] + dt_bias[head]).exp().ln_1p();
+            state.iter_mut().for_each(|s| *s *= (-rate).exp());
+            for j in 0..value_dim {
+                let read: f64 = (0..key_dim).map(|i| state[i * value_dim + j] * k[i]).sum();
+                (0..key_dim).for_each(|i| state[i * value_dim + j] += k[i] * beta * (v[j] - read));
+                let seen: f64 = (0..key_dim).map(|i| state[i * value_dim + j] * q[i]).sum();
+                out[n * DELTA_HEADS.value_width() + head * value_dim + j] = seen / (key_dim as f64).sqrt();
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn of_gated_delta() {
+    let (qkv, dout) =
+        (normal("qkv", (8, DELTA_HEADS.conv_width())), normal("dout", (8, DELTA_HEADS.value_width())));
+    let (a, b) = (normal("a", (8, 2)), normal("b", (8, 2)));
+    let (a_log, dt_bias) = (normal("a_log", 2), normal("dt_bias", 2));
+    let given: DeltaValues = [&qkv, &a, &b, &a_log, &dt_bias].map(values);
+    let dout64 = values(&dout);
+    let [a, b] = [&a, &b].map(ColumnView::all);
+    let inputs = DeltaInputs { qkv: &qkv, a, b, a_log: &a_log, dt_bias: &dt_bias };
+    let output = gated_delta(inputs, DELTA_HEADS, &TWO_SPANS, None).unwrap();
+    close("out", &output.out, &delta_f64(&given));
+
+    let (da, db, dlog, dbias) = (zeros((8, 2)), zeros((8, 2)), zeros(2), zeros(2));
+    let grads = DeltaParamGrads { a_log: Some(&dlog), dt_bias: Some(&dbias) };
+    let [to_a, to_b] = [&da, &db].map(ColumnViewMut::all);
+    let dqkv =
+        gated_delta_backward(inputs, &output, &dout, DELTA_HEADS, &TWO_SPANS, grads, to_a, to_b).unwrap();
+    for (i, (what, got)) in
+        [("dqkv", &dqkv), ("da", &da), ("db", &db), ("da_log", &dlog), ("ddt_bias", &dbias)]
+            .into_iter()
+            .enumerate()
+    {
+        let want = differences(&given[i], |x| {
+            let mut moved = given.clone();
+            moved[i] = x.to_vec();
+            dot(&delta_f64(&moved), &dout64)
+        });
+        close(what, got, &want);
+    }
 }
 
 /// Rotates the q and k columns of each row by its angles; v's columns stay.

@@ -12,7 +12,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
 }
 
 /// Returns rows of at most `max_seq_len` tokens, end to end.
-fn packed(shapes: &BenchShapes) -> Vec<Span> {
+pub(super) fn packed(shapes: &BenchShapes) -> Vec<Span> {
     let (n, row) = (shapes.tokens, shapes.max_seq_len);
     (0..n).step_by(row).map(|start| Span::sequence(start, row.min(n - start))).collect()
 }

@@ -10,6 +10,7 @@
 
 mod activations;
 mod attention;
+mod delta;
 mod experts;
 mod inputs;
 mod parameters;
@@ -175,7 +176,8 @@ impl BenchShapes {
     }
 
     fn ops(&self) -> impl Iterator<Item = TimedOp> + use<> {
-        let lists = [products::ops, attention::ops, activations::ops, experts::ops, parameters::ops];
+        let lists =
+            [products::ops, attention::ops, delta::ops, activations::ops, experts::ops, parameters::ops];
         lists.map(|ops| ops(self)).into_iter().flatten()
     }
 

@@ -21,8 +21,8 @@ pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
-    activation, adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, experts,
-    glu, layer_norm, matmul, matmul_quantized, rms_norm, rotary,
+    activation, adamw, adamw_int8, attention, causal_conv, cross_entropy, dora, dropout, elementwise,
+    embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -42,6 +42,9 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     dropout::cases::cases,
     elementwise::cases::cases,
     attention::cases::cases,
+    causal_conv::cases::cases,
+    gated_delta::cases::cases,
+    gated_norm::cases::cases,
     embedding::cases::cases,
     experts::cases::cases,
     cross_entropy::cases::cases,

@@ -9,11 +9,15 @@ use crate::error::Result;
 use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::case::TensorPair;
+use crate::ops::causal_conv;
+use crate::ops::causal_conv::cases::packed;
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
 use crate::ops::experts::{self, ExpertRows, Router};
+use crate::ops::gated_delta::{self, DeltaHeads, DeltaInputs, DeltaParamGrads, GateGrads};
+use crate::ops::gated_norm;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::layer_norm::{self, LayerNorm};
@@ -278,6 +282,78 @@ fn balanced_experts() -> Result<()> {
     let got = experts::balance_reference(&logits, &pull, &d)?;
     assert!((got - f64::from(value.to_scalar::<f32>()?)).abs() < 1e-5, "{got}");
     close("dlogits", &d, &want)
+}
+
+/// The tape goes from all rows of each span, weighted by their distance, to the inputs.
+#[test]
+fn causal_convolutions() -> Result<()> {
+    let (spans, taps, channels) = (packed(&[5, 1, 9]), 4, 7);
+    let (x, w, dy) = (var("x", (15, channels))?, var("w", (channels, taps))?, normal("dy", (15, channels))?);
+    let mut rows = Vec::new();
+    for (n, span) in
+        spans.iter().flat_map(|span| (span.q_start..span.q_start + span.q_len).map(move |n| (n, span)))
+    {
+        let mut sum = x.narrow(0, n, 1)?.zeros_like()?;
+        for m in span.q_start.max((n + 1).saturating_sub(taps))..=n {
+            let weights = w.narrow(1, taps - 1 - (n - m), 1)?.t()?;
+            sum = (sum + x.narrow(0, m, 1)?.mul(&weights)?)?;
+        }
+        rows.push((&sum / (sum.neg()?.exp()? + 1.0)?)?);
+    }
+    let y = Tensor::cat(&rows, 0)?;
+    let view = ColumnView::all(&x);
+    close("y", &causal_conv::reference(view, &w, &spans, None)?, &y)?;
+    let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
+    let (dx, dw) = (zeros((15, channels))?, zeros((channels, taps))?);
+    causal_conv::reference_backward(view, &w, &dy, &spans, Some(&dw), ColumnViewMut::all(&dx))?;
+    close("dx", &dx, &want_dx)?;
+    close("dw", &dw, &want_dw)
+}
+
+#[test]
+fn gated_norms() -> Result<()> {
+    let (x, z, w) = (var("x", (9, 12))?, var("z", (9, 12))?, var("w", 4)?);
+    let dy = normal("dy", (9, 12))?;
+    let heads = x.reshape((27, 4))?;
+    let rms = (heads.sqr()?.mean_keepdim(1)? + 1e-3)?.sqrt()?;
+    let gate = (z.as_tensor() / (z.neg()?.exp()? + 1.0)?)?;
+    let y = (heads.broadcast_div(&rms)?.broadcast_mul(&w)?.reshape((9, 12))? * gate)?;
+    let gates = ColumnView::all(&z);
+    close("y", &gated_norm::reference(&x, gates, &w, 1e-3)?, &y)?;
+    let [want_dx, want_dz, want_dw] = pulled(&y, &dy, [&x, &z, &w])?;
+    let (dz, dw) = (zeros((9, 12))?, zeros(4)?);
+    let to = ColumnViewMut::all(&dz);
+    let dx = gated_norm::reference_backward(&x, gates, &w, &dy, Some(&dw), 1e-3, to)?;
+    close("dx", &dx, &want_dx)?;
+    close("dz", &dz, &want_dz)?;
+    close("dw", &dw, &want_dw)
+}
+
+/// The reference's own forward is a plain form that the tape follows.
+#[test]
+fn gated_delta_rules() -> Result<()> {
+    let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 5, value_dim: 3 };
+    let (rows, spans) = (79, packed(&[9, 1, 69]));
+    let qkv = var("qkv", (rows, heads.conv_width()))?;
+    let (a, b) = (var("a", (rows, 4))?, var("b", (rows, 4))?);
+    let (a_log, dt_bias) = (var("a_log", 4)?, var("dt_bias", 4)?);
+    let [a_view, b_view] = [&a, &b].map(|gates| ColumnView::all(gates));
+    let inputs = DeltaInputs { qkv: &qkv, a: a_view, b: b_view, a_log: &a_log, dt_bias: &dt_bias };
+    let output = gated_delta::reference(inputs, heads, &spans, None)?;
+    assert_eq!(output.states.dims(), [4, 4, 5, 3]);
+    let dout = normal("dout", (rows, heads.value_width()))?;
+    let [want, want_a, want_b, want_log, want_bias] =
+        pulled(&output.out, &dout, [&qkv, &a, &b, &a_log, &dt_bias])?;
+    let (da, db) = (zeros((rows, 4))?, zeros((rows, 4))?);
+    let (dlog, dbias) = (zeros(4)?, zeros(4)?);
+    let params = DeltaParamGrads { a_log: Some(&dlog), dt_bias: Some(&dbias) };
+    let gates = GateGrads { params, da: ColumnViewMut::all(&da), db: ColumnViewMut::all(&db) };
+    let dqkv = gated_delta::reference_backward(inputs, &output, &dout, heads, &spans, gates)?;
+    close("dqkv", &dqkv, &want)?;
+    close("da", &da, &want_a)?;
+    close("db", &db, &want_b)?;
+    close("da_log", &dlog, &want_log)?;
+    close("ddt_bias", &dbias, &want_bias)
 }
 
 /// Computes attention of one head of one span, from its definition.

@@ -1,0 +1,100 @@
+//! Cases of the causal convolution.
+
+use super::{causal_conv, causal_conv_backward, reference, reference_backward};
+use crate::error::Result;
+use crate::ops::attention::Span;
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::ops::matmul::{ColumnView, ColumnViewMut};
+
+/// The sizes of a case.
+#[derive(Debug, Clone)]
+pub(in crate::ops) struct ConvCase {
+    /// Tokens of each sequence, packed end to end.
+    pub(in crate::ops) lengths: Vec<usize>,
+    pub(in crate::ops) channels: usize,
+    pub(in crate::ops) taps: usize,
+    /// Columns of the buffers besides the channels.
+    pub(in crate::ops) margin: usize,
+    pub(in crate::ops) trained: bool,
+}
+
+/// Returns sequences of these lengths, packed end to end.
+pub(in crate::ops) fn packed(lengths: &[usize]) -> Vec<Span> {
+    let starts = lengths.iter().scan(0, |end, len| {
+        *end += len;
+        Some(*end - len)
+    });
+    starts.zip(lengths).map(|(start, len)| Span::sequence(start, *len)).collect()
+}
+
+/// Returns the cases of packed sequences and of a generation.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    for (lengths, channels, taps, trained) in [
+        (&[1usize, 70, 3, 2][..], 40, 4, true),
+        (&[150], 520, 4, true),
+        (&[5, 66], 37, 2, false),
+        (&[9, 1], 24, 3, true),
+    ] {
+        let case = ConvCase { lengths: lengths.to_vec(), channels, taps, margin: 11, trained };
+        cases.extend(case.cases(&format!("rows of {lengths:?}, {channels} channels, {taps} taps")));
+    }
+    cases
+}
+
+impl ConvCase {
+    /// Returns forward, generation and backward.
+    pub(in crate::ops) fn cases(self, what: &str) -> [OpCase; 3] {
+        let (forward, generation, backward) = (self.clone(), self.clone(), self);
+        [
+            OpCase::new("causal_conv", what, Tolerance::FORWARD, move |runner| forward.forward(runner)),
+            OpCase::new("causal_conv", format!("{what}, state"), Tolerance::FORWARD, move |runner| {
+                generation.generation(runner)
+            }),
+            OpCase::new("causal_conv_backward", what, Tolerance::BACKWARD, move |runner| {
+                backward.backward(runner)
+            }),
+        ]
+    }
+
+    fn rows(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    fn inputs(&self, runner: &CaseRunner<'_>) -> Result<[OpPair; 2]> {
+        let x = runner.normal("x", (self.rows(), self.channels + self.margin))?;
+        Ok([x, runner.normal("w", (self.channels, self.taps))?])
+    }
+
+    fn view<'a>(&self, tensor: &'a candle_core::Tensor) -> ColumnView<'a> {
+        ColumnView { tensor, start: self.margin / 2, len: self.channels }
+    }
+
+    fn forward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths));
+        let got = causal_conv(self.view(&x.here), &w.here, &spans, None)?;
+        Ok(vec![TensorPair::new(got, reference(self.view(&x.plain), &w.plain, &spans, None)?)])
+    }
+
+    fn generation(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&[self.rows()]));
+        let state = runner.normal("state", (self.taps - 1, self.channels))?;
+        let got = causal_conv(self.view(&x.here), &w.here, &spans, Some(&state.here))?;
+        let want = reference(self.view(&x.plain), &w.plain, &spans, Some(&state.plain))?;
+        Ok(vec![TensorPair::new(got, want), state.pair()])
+    }
+
+    fn backward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths));
+        let dy = runner.normal("dy", (self.rows(), self.channels))?;
+        let dx = runner.normal("dx", (self.rows(), self.channels + self.margin))?;
+        let dweight = runner.normal_f32("dweight", (self.channels, self.taps))?;
+        let trained = |grad| self.trained.then_some(grad);
+        let to = |tensor| ColumnViewMut { tensor, start: self.margin - self.margin / 2, len: self.channels };
+        let (view, dw) = (self.view(&x.here), trained(&dweight.here));
+        causal_conv_backward(view, &w.here, &dy.here, &spans, dw, to(&dx.here))?;
+        let (view, dw) = (self.view(&x.plain), trained(&dweight.plain));
+        reference_backward(view, &w.plain, &dy.plain, &spans, dw, to(&dx.plain))?;
+        Ok(vec![dx.pair(), dweight.pair()])
+    }
+}
