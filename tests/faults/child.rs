@@ -139,8 +139,12 @@ fn write_part(folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart) -> 
         return Ok(vec![write_text(&folder.join("adapter_config.json"), "{\"r\": 2}")?]);
     }
     let tensor = &tensors[0];
-    let entry =
-        WriteEntry { name: tensor.name.clone(), dtype: StoredDtype::F32, shape: tensor.shape.clone(), stack: None };
+    let entry = WriteEntry {
+        name: tensor.name.clone(),
+        dtype: StoredDtype::F32,
+        shape: tensor.shape.clone(),
+        stack: None,
+    };
     let path = folder.join("adapter_model.safetensors");
     Ok(vec![write_file(&path, &[entry], |_, sink| tensor.values.write(sink))?])
 }

@@ -424,7 +424,12 @@ fn adapters_that_cannot_be_used_say_why() {
     });
     refuse("foreign names", &|dir| {
         text(dir, "adapter_config.json", &config.to_json());
-        let entry = WriteEntry { name: "layers.0.lora_a".into(), dtype: StoredDtype::F32, shape: vec![1], stack: None };
+        let entry = WriteEntry {
+            name: "layers.0.lora_a".into(),
+            dtype: StoredDtype::F32,
+            shape: vec![1],
+            stack: None,
+        };
         write_file(&dir.join(WEIGHTS_FILE), &[entry], |_, sink| sink.write_values(&[1f32])).expect("written");
     });
     refuse("truncated", &|dir| {

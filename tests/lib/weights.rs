@@ -568,7 +568,8 @@ fn identities_tell_models_apart() {
     };
     let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
     let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
-    entries.insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8], stack: None });
+    entries
+        .insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8], stack: None });
     let written = write_sharded(dir.path(), &entries, 100_000, |entry, sink| match entry.name.as_str() {
         name if name == buffer => sink.write_values(&[0f32; 8]),
         name => sink.write_bytes(files.bytes(name)?),

@@ -31,6 +31,14 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
         _ if name.contains(".router.") => return vec![name.replace(".router.", ".router.layer.")],
         _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
     };
+    // Granite stores them fused too, under other names.
+    let stacked = match name.ends_with("gate_up_proj") {
+        true => format!("{place}input_linear.weight"),
+        false => format!("{place}output_linear.weight"),
+    };
+    if exists(&stacked) {
+        return vec![stacked];
+    }
     let places = [place.to_owned(), place.replace(".mlp.", ".block_sparse_moe.")];
     let of_expert = |expert: usize| {
         let named = places.iter().zip(layers).flat_map(move |(place, layers)| {

@@ -108,12 +108,13 @@ fn experts_follow_transformers_and_peft() {
         follows(&format!("lora_{family}"));
         follows(&format!("full_{family}"));
     }
+    follows("full_granitemoe");
 }
 
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.
 #[test]
 fn gated_deltanet_follows_transformers_and_peft() {
-    for family in ["qwen3-5", "qwen3-next"] {
+    for family in ["qwen3-5", "qwen3-5-moe", "qwen3-next"] {
         follows(&format!("lora_{family}"));
         follows(&format!("full_{family}"));
     }

@@ -21,6 +21,7 @@ mod recipes_learn;
 mod report_page;
 mod resume_every_step;
 mod split;
+mod stacked_experts;
 mod threads;
 mod tokens;
 mod ui;

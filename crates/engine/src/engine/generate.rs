@@ -71,8 +71,8 @@ impl Engine {
 
     /// Checks that the memory suffices for the keys and values of `capacity` tokens.
     fn check_cache(&self, capacity: usize, dtype: DType) -> Result<()> {
-        let caches =
-            (0..self.config.num_layers()).map(|layer| BlockCache::bytes(&self.config, layer, capacity, dtype));
+        let caches = (0..self.config.num_layers())
+            .map(|layer| BlockCache::bytes(&self.config, layer, capacity, dtype));
         let needed = caches.fold(0, u64::saturating_add);
         let there = match self.device {
             Device::Cpu => host_memory().map(|memory| memory.limit),

@@ -395,11 +395,12 @@ fn halves(kind: ModuleKind) -> [TensorKind; 2] {
 
 /// Returns whether a tensor of this shape belongs on the module.
 fn fits(kind: TensorKind, module: &Module, found: &[usize]) -> bool {
-    use ModuleKind::{Embedding, Head, Linear, Router};
+    use ModuleKind::{Embedding, Head};
+    let has_matrix = module.kind.is_layer_of_block() || module.kind == Head;
     match (kind, module.kind, module.shape.as_slice(), found) {
-        (TensorKind::LoraA, Linear | Router | Head, &[_, inputs], &[_, found]) => inputs == found,
-        (TensorKind::LoraB, Linear | Router | Head, &[outputs, _], &[found, _]) => outputs == found,
-        (TensorKind::LoraMagnitude, Linear | Router | Head, &[outputs, _], &[found]) => outputs == found,
+        (TensorKind::LoraA, _, &[_, inputs], &[_, found]) if has_matrix => inputs == found,
+        (TensorKind::LoraB, _, &[outputs, _], &[found, _]) if has_matrix => outputs == found,
+        (TensorKind::LoraMagnitude, _, &[outputs, _], &[found]) if has_matrix => outputs == found,
         (TensorKind::LoraMagnitude, Embedding, &[_, hidden], &[found]) => hidden == found,
         (TensorKind::LoraEmbeddingA, Embedding, &[vocabulary, _], &[_, found]) => vocabulary == found,
         (TensorKind::LoraEmbeddingB, Embedding, &[_, hidden], &[found, _]) => hidden == found,

@@ -149,8 +149,7 @@ impl LinearLayers {
     /// User: a name in `skip` matches no linear layer, or all are skipped.
     pub fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
         let layers = model::modules(config).into_iter().filter(|module| module.kind.is_layer_of_block());
-        let (gates, linear): (Vec<_>, Vec<_>) =
-            layers.partition(|module| module.kind != ModuleKind::Linear);
+        let (gates, linear): (Vec<_>, Vec<_>) = layers.partition(|module| module.kind != ModuleKind::Linear);
         let [gates, linear] = [gates, linear]
             .map(|modules| modules.into_iter().map(|module| module.name).collect::<Vec<String>>());
         let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();

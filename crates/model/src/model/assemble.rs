@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_core::DType;
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
-    GatedDeltaWeights, GatedMlpWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
+    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
+    GatedMlpWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};

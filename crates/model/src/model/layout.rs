@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
-    TokenMixer,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan,
+    SharedExpert, TokenMixer,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack};
 
@@ -258,9 +258,9 @@ pub fn stacked_experts(config: &ModelConfig) -> Vec<(Arc<Stack>, Vec<(String, Ve
         let Some(experts) = config.blocks[layer].channel_mixer.experts() else { continue };
         let layout = BlockLayout::new(config, layer);
         let mut add = |name: &str, rows: usize, columns: usize, is_down: bool| {
-            let of_experts = layout.linears().filter(|module| {
-                module.part.expert().is_some() && module.part.is_last_of_mlp() == is_down
-            });
+            let of_experts = layout
+                .linears()
+                .filter(|module| module.part.expert().is_some() && module.part.is_last_of_mlp() == is_down);
             let parts = of_experts
                 .map(|module| (module.part.parameter(&module.name_in(layer)), module.weight.dims()));
             let name = format!("model.layers.{layer}.{name}");

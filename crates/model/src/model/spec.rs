@@ -159,7 +159,6 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     };
     let module =
         |NamedModule { name, part, weight, .. }| Module { name, shape: weight.dims(), kind: kind(part) };
-    let is_adaptable =
-        |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence());
+    let is_adaptable = |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence());
     model_modules(config).into_iter().filter(|module| is_adaptable(module.part)).map(module).collect()
 }

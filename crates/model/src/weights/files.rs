@@ -274,7 +274,10 @@ impl ModelFiles {
                 .hint("give config.json and weights of one and the same model")
         };
         if info.shape != stack.shape {
-            return Err(refused(format!("has shape {:?}, config.json makes it {:?}", info.shape, stack.shape)));
+            return Err(refused(format!(
+                "has shape {:?}, config.json makes it {:?}",
+                info.shape, stack.shape
+            )));
         }
         if self.quantized.contains_key(&stack.name) {
             return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned()));
@@ -282,7 +285,8 @@ impl ModelFiles {
         let mut start = info.range.start;
         for (name, shape) in parts {
             let end = start + shape.iter().product::<usize>() * info.dtype.size_bytes();
-            let part = TensorInfo { shape, range: start..end, stack: Some(Arc::clone(stack)), ..info.clone() };
+            let part =
+                TensorInfo { shape, range: start..end, stack: Some(Arc::clone(stack)), ..info.clone() };
             start = end;
             if self.tensors.insert(name.clone(), part).is_some() {
                 return Err(refused(format!("and its part `{name}` are both stored")));

@@ -280,7 +280,12 @@ mod tests {
     #[test]
     fn quantization_follows_the_weights() {
         let config = r#"{"a":1,"quantization_config":{"quant_method":"bitsandbytes"},"z":2}"#;
-        let entry = |name: &str| WriteEntry { name: name.into(), dtype: StoredDtype::F32, shape: vec![1], stack: None };
+        let entry = |name: &str| WriteEntry {
+            name: name.into(),
+            dtype: StoredDtype::F32,
+            shape: vec![1],
+            stack: None,
+        };
         let of = |quantization| ConfigChanges { quantization, ..Default::default() };
         let plain = ConfigChanges::for_weights(&[entry("a.weight")]).quantization;
         assert_eq!(change(config, of(plain)), r#"{"a":1,"z":2}"#);

@@ -19,7 +19,7 @@ pub struct TensorInfo {
     pub range: Range<usize>,
     pub(super) shard: usize,
     /// The stored tensor that it is a part of, if any.
-    pub(crate) stack: Option<Arc<Stack>>,
+    pub stack: Option<Arc<Stack>>,
 }
 
 impl TensorInfo {

@@ -3,7 +3,8 @@
 //! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside
 //! `vision_config`). It computes texts without images like a text model of that family
 //! (transformers 5.24: `configuration_gemma3.py`, `configuration_mistral3.py`,
-//! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`).
+//! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`, `configuration_qwen3_5.py`,
+//! `configuration_qwen3_5_moe.py`).
 
 use serde_json::{Map, Value, json};
 
@@ -52,10 +53,7 @@ const VISION_MODELS: [VisionModel; 7] = [
         rope_theta: Some(5e5),
         ..vision("qwen3_vl", "qwen3_vl_text", "qwen3", "Qwen3ForCausalLM")
     },
-    VisionModel {
-        tied: false,
-        ..vision("qwen3_5", "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM")
-    },
+    VisionModel { tied: false, ..vision("qwen3_5", "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM") },
     VisionModel {
         tied: false,
         ..vision("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
@@ -171,6 +169,15 @@ mod tests {
             let mistral = part(&json!({"model_type": "mistral3", "text_config": {"model_type": named}}));
             assert_eq!(mistral.unwrap_or_default()["model_type"], same);
         }
+        let qwen =
+            part(&json!({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"},
+            "vision_config": {}, "tie_word_embeddings": true}));
+        let qwen = qwen.unwrap_or_default();
+        assert_eq!(qwen["model_type"], "qwen3_5_moe_text");
+        assert_eq!(
+            (&qwen["architectures"][0], &qwen["tie_word_embeddings"]),
+            (&json!("Qwen3_5MoeForCausalLM"), &json!(true))
+        );
     }
 
     #[test]

@@ -233,7 +233,11 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
 /// Splits entries into shards of at most `shard_bytes`, in order, with a new shard if the next
 /// entry does not fit. A tensor larger than a shard gets a separate one.
 pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
-    split_groups(entries.chunk_by(are_of_one_stack).map(<[WriteEntry]>::to_vec), WriteEntry::bytes, shard_bytes)
+    split_groups(
+        entries.chunk_by(are_of_one_stack).map(<[WriteEntry]>::to_vec),
+        WriteEntry::bytes,
+        shard_bytes,
+    )
 }
 
 /// Works like [`split`] for groups that stay whole.
@@ -422,7 +426,10 @@ mod tests {
             header(entries, &Metadata::new()).map(|bytes| String::from_utf8_lossy(&bytes[8..]).into_owned())
         };
         let found = text(&entries.each_ref()).expect("all parts");
-        assert!(found.contains(r#""experts":{"dtype":"BF16","shape":[2,3],"data_offsets":[2,14]}"#), "{found}");
+        assert!(
+            found.contains(r#""experts":{"dtype":"BF16","shape":[2,3],"data_offsets":[2,14]}"#),
+            "{found}"
+        );
         let torn = text(&[&entries[1], &entries[0], &entries[2]]).expect_err("a gap");
         assert!(torn.to_string().contains("6 of its 12 bytes"), "{torn}");
     }

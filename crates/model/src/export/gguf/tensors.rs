@@ -10,9 +10,7 @@
 use std::collections::HashMap;
 
 use crate::error::Result;
-use crate::model::{
-    self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel,
-};
+use crate::model::{self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel};
 use crate::weights::ModelFiles;
 
 /// Elements of a tensor in memory at a time, unless a row is longer.

@@ -151,14 +151,8 @@ impl KeyHeadOrder {
         let (keys, values) = (key_dim, of_key * value_dim);
         let columns = InputColumns::new(heads);
         let widths = [keys, keys, values, values, of_key, of_key];
-        let parts = [
-            0,
-            heads.key_width(),
-            2 * heads.key_width(),
-            columns.z.start,
-            columns.b.start,
-            columns.a.start,
-        ];
+        let parts =
+            [0, heads.key_width(), 2 * heads.key_width(), columns.z.start, columns.b.start, columns.a.start];
         let qkvz = 2 * (keys + values);
         // The first column of part `part` of a key head, in the order by key head.
         let by_head = |part: usize, head: usize| match part {
@@ -250,7 +244,8 @@ impl GatedDeltaWeights {
             false => dprojected,
         };
         let draw = TensorMut::new(draw);
-        let (dinput, pending) = linear::backward_first(&self.input, &saved.lora_input, &draw, source, need_dx)?;
+        let (dinput, pending) =
+            linear::backward_first(&self.input, &saved.lora_input, &draw, source, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 
@@ -266,8 +261,7 @@ impl GatedDeltaWeights {
         let d = empty(rows, width, projected.dtype(), projected.device())?;
         let (z, dz) = (view(projected, columns.z.clone()), view_mut(&d, columns.z));
         let (norm, eps) = (&self.norm, pass.config.norm.eps);
-        let dout =
-            gated_rms_norm_backward(&delta.out, z, &norm.value, dnormed, norm.grad.as_ref(), eps, dz)?;
+        let dout = gated_rms_norm_backward(&delta.out, z, &norm.value, dnormed, norm.grad.as_ref(), eps, dz)?;
         let raw_qkv = view(projected, columns.qkv.clone());
         let qkv = causal_conv(raw_qkv, &self.conv.value, spans, None)?;
         let grads = DeltaParamGrads { a_log: self.rate.grad.as_ref(), dt_bias: self.step.grad.as_ref() };

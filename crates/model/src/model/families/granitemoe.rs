@@ -3,21 +3,16 @@
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;
+use super::granite;
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
-use super::granite;
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::config_reader::ConfigReader;
 
 /// A softmax over the chosen logits alone is one over all, renormalized.
-const EXPERTS: ExpertKeys = ExpertKeys {
-    chosen: 2,
-    count: 8,
-    width: "intermediate_size",
-    renormalize: true,
-    aux_coefficient: 0.001,
-};
+const EXPERTS: ExpertKeys =
+    ExpertKeys { chosen: 2, count: 8, width: "intermediate_size", renormalize: true, aux_coefficient: 0.001 };
 
 pub(super) static GRANITEMOE: Architecture = Architecture {
     module_name,

@@ -41,7 +41,7 @@ use crate::runtime::trace::{SpanInfo, span};
 pub(crate) use reference::{reference, reference_backward};
 
 /// Tokens of a chunk.
-pub(super) const CHUNK: usize = 64;
+pub const CHUNK: usize = 64;
 
 /// Added to the sum of squares of a key or a query.
 const NORM_EPS: f32 = 1e-6;

@@ -1,0 +1,151 @@
+//! Experts that a checkpoint stacks, through the binary: the same run as over a tensor for each
+//! expert, and merged, exported and trained models with the stacks of their base.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::place::{Place, copy_folder, golden};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::Value;
+
+const RECIPE: &str = "
+[data]
+max_seq_len = 64
+shuffle = false
+[train]
+max_steps = 2
+[optimizer]
+learning_rate = 1e-3
+";
+const EXPERTS: usize = 4;
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn tensors(file: &Path) -> Tensors {
+    let bytes = std::fs::read(file).unwrap();
+    let read = SafeTensors::deserialize(&bytes).unwrap();
+    let owned = |view: TensorView<'_>| (view.dtype(), view.shape().to_vec(), view.data().to_vec());
+    read.tensors().into_iter().map(|(name, view)| (name, owned(view))).collect()
+}
+
+/// Replaces the experts of each layer by two stacks, as in the files of the hub.
+fn stacked(mut tensors: Tensors) -> Tensors {
+    for layer in 0..2 {
+        let place = format!("model.layers.{layer}.mlp.experts");
+        for (stack, layers) in
+            [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"][..])]
+        {
+            let mut all = Vec::new();
+            let mut shape = Vec::new();
+            for (expert, layer) in (0..EXPERTS).flat_map(|e| layers.iter().map(move |layer| (e, layer))) {
+                let name = format!("{place}.{expert}.{layer}.weight");
+                let (dtype, of_layer, bytes) = tensors.remove(&name).expect(&name);
+                assert_eq!(dtype, Dtype::BF16);
+                shape = vec![EXPERTS, layers.len() * of_layer[0], of_layer[1]];
+                all.extend(bytes);
+            }
+            tensors.insert(format!("{place}.{stack}"), (Dtype::BF16, shape, all));
+        }
+    }
+    tensors
+}
+
+fn write(tensors: &Tensors, file: &Path) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views.collect::<Vec<_>>(), None, file).unwrap();
+}
+
+/// A folder with the golden model as `apart`, and with stacks as `stacked`.
+fn models() -> Place {
+    let place = Place::new();
+    for folder in ["apart", "stacked"] {
+        copy_folder(&golden("families/models/tiny-qwen3-5-moe"), &place.path(folder));
+    }
+    let file = place.path("stacked/model.safetensors");
+    write(&stacked(tensors(&file)), &file);
+    place.write("run.toml", RECIPE);
+    place
+}
+
+fn train(place: &Place, model: &str, output: &str, sets: &[&str]) -> Vec<Value> {
+    let mut args =
+        vec!["--recipe", "run.toml", "--model", model, "--dataset", "rows.jsonl", "--output", output];
+    sets.iter().for_each(|set| args.extend(["--set", set]));
+    place.said(&args);
+    let metrics = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+    let steps = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps.filter_map(|step| Some(step.get("loss")?.clone())).collect()
+}
+
+#[test]
+fn adapters_are_the_same_and_merged_models_keep_the_stacks() {
+    let place = models();
+    let sets = ["adapter.r=2", "adapter.target_modules=\"all-linear\""];
+    let [apart, stacks] =
+        ["apart", "stacked"].map(|model| train(&place, model, &format!("of-{model}"), &sets));
+    assert_eq!(apart, stacks);
+    let [apart, stacks] = ["apart", "stacked"]
+        .map(|model| tensors(&place.path(&format!("of-{model}/adapter_model.safetensors"))));
+    assert!(apart == stacks && apart.keys().any(|name| name.contains("experts.3.up_proj.lora_B")));
+    for model in ["apart", "stacked"] {
+        let (adapter, merged) = (format!("of-{model}"), format!("merged-{model}"));
+        place.said(&["merge", "--model", model, "--adapter", &adapter, "--output", &merged]);
+        let exported = format!("exported-{model}");
+        place.said(&["export", "--model", model, "--format", "hf", "--output", &exported]);
+    }
+    let found = |folder: &str| tensors(&place.path(folder).join("model.safetensors"));
+    assert!(found("merged-stacked") == stacked(found("merged-apart")));
+    assert!(found("exported-stacked") == stacked(found("exported-apart")));
+    assert!(found("merged-stacked") != found("exported-stacked"));
+}
+
+#[test]
+fn trained_models_have_the_tensors_of_their_base() {
+    let place = models();
+    let [apart, stacks] = ["apart", "stacked"].map(|model| train(&place, model, &format!("of-{model}"), &[]));
+    assert_eq!(apart, stacks);
+    let [apart, stacks] =
+        ["apart", "stacked"].map(|model| tensors(&place.path(&format!("of-{model}/model.safetensors"))));
+    assert!(stacks == stacked(apart));
+}
+
+#[test]
+fn stacks_of_another_model_are_refused() {
+    let place = models();
+    let file = place.path("stacked/model.safetensors");
+    let (good, name) = (tensors(&file), "model.layers.0.mlp.experts.down_proj");
+    let refused = |tensors: &Tensors| {
+        write(tensors, &file);
+        let output = place
+            .command(&[
+                "--recipe",
+                "run.toml",
+                "--model",
+                "stacked",
+                "--dataset",
+                "rows.jsonl",
+                "--output",
+                "no",
+            ])
+            .output()
+            .unwrap();
+        assert!(!output.status.success() && !place.path("no").exists());
+        place.told(&output.stderr)
+    };
+    let mut transposed = good.clone();
+    transposed.get_mut(name).unwrap().1.swap(1, 2);
+    let text = refused(&transposed);
+    assert!(text.contains("has shape [4, 32, 64], config.json makes it [4, 64, 32]"), "{text}");
+    let mut both = good.clone();
+    let (dtype, shape, bytes) = &good[name];
+    let one = bytes[..bytes.len() / EXPERTS].to_vec();
+    both.insert("model.layers.0.mlp.experts.0.down_proj.weight".into(), (*dtype, shape[1..].to_vec(), one));
+    let text = refused(&both);
+    assert!(text.contains("are both stored"), "{text}");
+    let mut missing = good.clone();
+    missing.remove(name);
+    let text = refused(&missing);
+    assert!(text.contains("model.layers.0.mlp.experts.0.down_proj.weight"), "{text}");
+}
