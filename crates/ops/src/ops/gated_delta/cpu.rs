@@ -10,7 +10,7 @@ use std::vec::IntoIter;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::{CHUNK, DeltaHeads, DeltaInputs, DeltaOutput, GateGrads, Span, delta_chunks};
+use super::{DeltaHeads, DeltaInputs, DeltaOutput, GateGrads, Span, states_of};
 use crate::error::Result;
 use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::runtime::TensorMut;
@@ -78,7 +78,7 @@ pub(super) fn forward(
 ) -> Result<DeltaOutput> {
     let (rows, _) = dims2(inputs.qkv)?;
     let (keys, group_state) = (heads.num_key_heads, heads.group() * heads.state_len());
-    let chunks = if state.is_some() { 0 } else { delta_chunks(spans.iter().map(|span| span.q_len)) };
+    let chunks = if state.is_some() { 0 } else { states_of(spans) };
     let mut states = vec![0f32; chunks * keys * group_state];
     let mut carried = match state {
         Some(state) => Some(read::<f32>(state)?.to_vec()),
@@ -90,7 +90,7 @@ pub(super) fn forward(
         let all = DeltaRows { heads, qkv: &qkv, a, b, gates: gates(&inputs)? };
         let mut out = T::zeros(rows * heads.value_width());
         let mut out_of = dealt(&mut out, heads.group() * heads.value_dim, keys);
-        let mut states_of = dealt(&mut states, group_state, keys);
+        let mut saved_of = dealt(&mut states, group_state, keys);
         let mut carried_of = carried.as_mut().map(|carried| dealt(carried, group_state, keys));
         let mut tasks = Vec::new();
         let mut end = 0;
@@ -100,7 +100,7 @@ pub(super) fn forward(
                     key_head: head,
                     first: span.q_start,
                     out: taken(&mut out_of[head], end, span),
-                    states: states_of[head].by_ref().take(span.q_len.div_ceil(CHUNK)).collect(),
+                    states: saved_of[head].by_ref().take(states_of(&[*span])).collect(),
                     carried: carried_of.as_mut().and_then(|carried| carried[head].next()),
                 });
             }
@@ -171,7 +171,7 @@ pub(super) fn backward(
                     tasks.push(BackwardTask { key_head: head, first: span.q_start, first_chunk: chunk, rows });
                 }
                 end = span.q_start + span.q_len;
-                chunk += span.q_len.div_ceil(CHUNK);
+                chunk += states_of(&[*span]);
             }
             let places: Vec<(usize, usize)> = tasks.iter().map(|task| (task.first, task.key_head)).collect();
             let (dout, states): (&[T], &[f32]) = (&dout, &states);

@@ -85,14 +85,14 @@ impl DeltaHeads {
         self.key_dim * self.value_dim
     }
 
-    /// Returns the floating-point operations of a forward over `tokens` tokens in chunks.
-    pub(super) fn forward_flops(self, tokens: usize) -> usize {
+    /// Returns the floating-point operations of a forward over `tokens` tokens of long sequences.
+    pub fn forward_flops(self, tokens: usize) -> usize {
         let (dk, dv) = (self.key_dim, self.value_dim);
         tokens * self.num_value_heads * (6 * dk * dv + CHUNK * (4 * dk + 3 * dv))
     }
 
-    /// Returns the floating-point operations of a backward, which recomputes the chunks.
-    pub(super) fn backward_flops(self, tokens: usize) -> usize {
+    /// Returns the floating-point operations of its backward, which recomputes the chunks.
+    pub fn backward_flops(self, tokens: usize) -> usize {
         let (dk, dv) = (self.key_dim, self.value_dim);
         tokens * self.num_value_heads * (14 * dk * dv + CHUNK * (10 * dk + 8 * dv))
     }
@@ -118,8 +118,8 @@ pub struct DeltaInputs<'a> {
 pub struct DeltaOutput {
     /// `[N, V·Dv]` in the dtype of the inputs; zero for rows outside all spans.
     pub out: Tensor,
-    /// The state before each chunk of 64 tokens of each span, `[chunks, V, Dk, Dv]` f32; no chunks in
-    /// a generation.
+    /// The state before each chunk of 64 tokens, `[chunks, V, Dk, Dv]` f32. The first chunk of a span,
+    /// before which the state is zero, is left out, and so are all chunks of a generation.
     pub states: Tensor,
 }
 
@@ -171,7 +171,7 @@ pub fn gated_delta_backward(
     db: ColumnViewMut<'_>,
 ) -> Result<Tensor> {
     let tokens = inputs.check(heads, spans)?;
-    let chunks = delta_chunks(spans.iter().map(|span| span.q_len));
+    let chunks = states_of(spans);
     if output.states.dim(0)? != chunks {
         return Err(Error::internal("a backward of the delta rule has not the states of its chunks")
             .because(format!("found {}, wanted {chunks}", output.states.dim(0)?)));
@@ -185,10 +185,15 @@ pub fn gated_delta_backward(
     }
 }
 
-/// Returns the number of chunks of sequences of these lengths, the first dimension of
-/// [`DeltaOutput::states`].
+/// Returns the number of chunks of sequences of these lengths whose states are saved, the first
+/// dimension of [`DeltaOutput::states`]: at most a 64th of the tokens.
 pub fn delta_chunks(lengths: impl Iterator<Item = usize>) -> usize {
-    lengths.map(|len| len.div_ceil(CHUNK)).sum()
+    lengths.map(|len| len.div_ceil(CHUNK).saturating_sub(1)).sum()
+}
+
+/// Returns the number of saved states of these spans.
+fn states_of(spans: &[Span]) -> usize {
+    delta_chunks(spans.iter().map(|span| span.q_len))
 }
 
 /// The gradients around the delta rule that a backward writes or adds to.

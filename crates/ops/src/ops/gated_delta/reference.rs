@@ -75,7 +75,6 @@ struct TokenInputs {
 
 /// The steps of a token.
 struct TokenStep {
-    before: Tensor,
     /// The decayed state.
     decayed: Tensor,
     /// v − Sᵀk, `[V, 1, Dv]`.
@@ -89,7 +88,7 @@ impl TokenInputs {
         let decayed = before.broadcast_mul(&self.decay)?;
         let missing = (&self.v - self.k.matmul(&decayed)?)?;
         let added = transposed(&self.k)?.matmul(&missing.broadcast_mul(&self.beta)?)?;
-        Ok(TokenStep { before: before.clone(), after: (&decayed + added)?, decayed, missing })
+        Ok(TokenStep { after: (&decayed + added)?, decayed, missing })
     }
 }
 
@@ -108,7 +107,7 @@ pub(crate) fn reference(
     for span in spans {
         let mut s = state.map_or_else(|| Ok(zeros.clone()), |state| state.copy())?;
         for i in 0..span.q_len {
-            if i % CHUNK == 0 && state.is_none() {
+            if i > 0 && i % CHUNK == 0 && state.is_none() {
                 states.push(s.clone());
             }
             let token = prepared.token(span.q_start + i)?;
@@ -191,10 +190,12 @@ pub(crate) fn reference_backward(
     let shape = (rows, heads.num_value_heads, heads.value_dim);
     let dout = dout.to_dtype(DType::F32)?.reshape(shape)?;
     let mut grads = TokenGrads::zeros(rows, inputs.qkv, heads)?;
+    let state_shape = (heads.num_value_heads, heads.key_dim, heads.value_dim);
+    let zeros = Tensor::zeros(state_shape, DType::F32, dout.device())?;
     let mut chunk = 0;
     for span in spans {
         let starts: Vec<usize> = (0..span.q_len).step_by(CHUNK).collect();
-        let mut ds = output.states.narrow(0, 0, 1.min(starts.len()))?.zeros_like()?;
+        let mut ds = zeros.clone();
         for (i, start) in starts.iter().enumerate().rev() {
             let from = span.q_start + start;
             let to = (from + CHUNK).min(span.q_start + span.q_len);
@@ -203,16 +204,16 @@ pub(crate) fn reference_backward(
             for token in &tokens {
                 let before = match steps.last() {
                     Some(step) => step.after.clone(),
-                    None => output.states.get(chunk + i)?,
+                    None if i == 0 => zeros.clone(),
+                    None => output.states.get(chunk + i - 1)?,
                 };
                 steps.push(token.step(&before)?);
             }
             for (row, (token, step)) in (from..to).zip(tokens.iter().zip(&steps)).rev() {
-                let after = ds.reshape(step.before.shape())?;
-                ds = grads.add_row(row, token, step, (&after, &dout.get(row)?.unsqueeze(1)?))?;
+                ds = grads.add_row(row, token, step, (&ds, &dout.get(row)?.unsqueeze(1)?))?;
             }
         }
-        chunk += starts.len();
+        chunk += starts.len().saturating_sub(1);
     }
     prepared.finish(&inputs, heads, &grads, gates)
 }

@@ -340,7 +340,7 @@ fn gated_delta_rules() -> Result<()> {
     let [a_view, b_view] = [&a, &b].map(|gates| ColumnView::all(gates));
     let inputs = DeltaInputs { qkv: &qkv, a: a_view, b: b_view, a_log: &a_log, dt_bias: &dt_bias };
     let output = gated_delta::reference(inputs, heads, &spans, None)?;
-    assert_eq!(output.states.dims(), [4, 4, 5, 3]);
+    assert_eq!(output.states.dims(), [1, 4, 5, 3]);
     let dout = normal("dout", (rows, heads.value_width()))?;
     let [want, want_a, want_b, want_log, want_bias] =
         pulled(&output.out, &dout, [&qkv, &a, &b, &a_log, &dt_bias])?;

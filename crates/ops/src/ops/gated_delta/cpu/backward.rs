@@ -18,7 +18,7 @@ use crate::runtime::cpu_tensor::FloatElement;
 /// The backward of a span in the value heads of a key head.
 pub(super) struct BackwardTask<'a, T> {
     pub(super) key_head: usize,
-    /// The first row, and the number of the first chunk.
+    /// The first row, and the number of the state before the second chunk.
     pub(super) first: usize,
     pub(super) first_chunk: usize,
     pub(super) rows: Vec<GradRow<'a, T>>,
@@ -30,6 +30,7 @@ impl<T: FloatElement> BackwardTask<'_, T> {
         let (heads, group) = (all.heads, all.heads.group());
         let mut gates = vec![GateGrad::default(); self.rows.len() * group];
         let mut dstates = vec![0f32; group * heads.state_len()];
+        let count = self.rows.len().div_ceil(CHUNK);
         let chunks = self.rows.chunks_mut(CHUNK).zip(gates.chunks_mut(CHUNK * group)).enumerate();
         for (i, (rows, gates)) in chunks.rev() {
             let first = self.first + i * CHUNK;
@@ -37,11 +38,14 @@ impl<T: FloatElement> BackwardTask<'_, T> {
             let mut grads = KeyGrads::zeros(&keys);
             for (member, dstate) in dstates.chunks_exact_mut(heads.state_len()).enumerate() {
                 let head = self.key_head * group + member;
-                let at = ((self.first_chunk + i) * heads.num_value_heads + head) * heads.state_len();
-                let state = &states[at..at + heads.state_len()];
+                let state = i.checked_sub(1).map(|before| {
+                    let at = (self.first_chunk + before) * heads.num_value_heads + head;
+                    &states[at * heads.state_len()..][..heads.state_len()]
+                });
                 let chunk = ValueChunk::of(all, &keys, head, first, state);
                 let dout = head_rows(dout, head, first, &keys, heads.value_dim, heads.value_width());
-                let grad = ChunkGrads { keys: &keys, chunk: &chunk, dim: heads.value_dim };
+                let grad =
+                    ChunkGrads { keys: &keys, chunk: &chunk, dim: heads.value_dim, is_last: i + 1 == count };
                 let dvalues = grad.run(&mut grads, dout, state, dstate);
                 for (row, (d, to)) in dvalues.v.chunks_exact(heads.value_dim).zip(rows.iter_mut()).enumerate()
                 {
@@ -135,38 +139,73 @@ struct ChunkGrads<'a> {
     chunk: &'a ValueChunk,
     /// Dv.
     dim: usize,
+    /// True for the last chunk of a span, whose final state has no gradient.
+    is_last: bool,
 }
 
 impl ChunkGrads<'_> {
     /// Returns the gradients of the values and gates, given `dout: [len, Dv]`; adds those of keys and
     /// queries, and replaces the gradient of the state after the chunk by that of the state before it.
-    fn run(&self, grads: &mut KeyGrads, dout: Vec<f32>, state: &[f32], dstate: &mut [f32]) -> ValueGrads {
-        let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
-        let (len, key_dim) = (keys.len, keys.dim);
+    fn run(
+        &self,
+        grads: &mut KeyGrads,
+        dout: Vec<f32>,
+        state: Option<&[f32]>,
+        dstate: &mut [f32],
+    ) -> ValueGrads {
+        let (len, dim) = (self.keys.len, self.dim);
         // Rows 0..len are B, the others dO.
         let mut rhs = self.corrections(&dout, dstate);
         rhs.extend(dout);
         let mut products = vec![0f32; 2 * len * len];
-        product(&mut products, len, false, view(&rhs, 2 * len, dim), view(&chunk.added, len, dim).t());
+        product(&mut products, len, false, view(&rhs, 2 * len, dim), view(&self.chunk.added, len, dim).t());
         let mut grad = self.values(&rhs);
-        // Sums over the rows and columns of D_ij times its gradient: the gradients of γ.
+        // The gradients of γ.
         let mut sums = self.weights(grads, &products, &mut grad.beta);
+        if !self.is_last {
+            self.state_after(grads, &mut sums, state, dstate);
+        }
+        if let Some(state) = state {
+            self.state_before(grads, &mut sums, rhs, state, dstate);
+        }
+        // γ is a running sum.
+        let mut sum = 0.0;
+        for (to, d) in grad.log_decay.iter_mut().zip(&sums).rev() {
+            sum += d;
+            *to = sum;
+        }
+        grad
+    }
 
-        // The state after the chunk.
+    /// Adds the gradients by the state after the chunk, those of γ to `sums`.
+    fn state_after(&self, grads: &mut KeyGrads, sums: &mut [f32], state: Option<&[f32]>, dstate: &[f32]) {
+        let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
+        let (len, key_dim) = (keys.len, keys.dim);
         let added = chunk.added_at_end();
         let mut dkeys = vec![0f32; len * key_dim];
-        let dafter = view(dstate, key_dim, dim);
-        product(&mut dkeys, key_dim, false, view(&added, len, dim), dafter.t());
-        let mut at_end = chunk.whole() * dot(state, dstate);
+        product(&mut dkeys, key_dim, false, view(&added, len, dim), view(dstate, key_dim, dim).t());
+        let mut at_end = state.map_or(0.0, |state| chunk.whole() * dot(state, dstate));
         for (i, d) in dkeys.chunks_exact(key_dim).enumerate() {
             let along = dot(d, &keys.kq[i * key_dim..][..key_dim]);
             at_end += along;
             sums[i] -= along;
-            add(&mut grads.kq[i * key_dim..][..key_dim], d);
         }
         sums[len - 1] += at_end;
+        add(&mut grads.kq[..len * key_dim], &dkeys);
+    }
 
-        // The state before the chunk: Y in place of the right-hand sides.
+    /// Adds the gradients by the state before the chunk, those of γ to `sums`; `rhs` is B, then dO.
+    fn state_before(
+        &self,
+        grads: &mut KeyGrads,
+        sums: &mut [f32],
+        mut rhs: Vec<f32>,
+        state: &[f32],
+        dstate: &mut [f32],
+    ) {
+        let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
+        let (len, key_dim) = (keys.len, keys.dim);
+        // Y in place of the right-hand sides.
         for (i, row) in rhs.chunks_exact_mut(dim).enumerate() {
             let factor = if i < len { -chunk.gates[i].beta } else { 1.0 };
             scale(row, factor * chunk.from_start[i % len]);
@@ -180,14 +219,6 @@ impl ChunkGrads<'_> {
         add(&mut grads.kq, &dkq);
         scale(dstate, chunk.whole());
         product(dstate, dim, true, keys.view().t(), rhs);
-
-        // γ is a running sum.
-        let mut sum = 0.0;
-        for (to, d) in grad.log_decay.iter_mut().zip(&sums).rev() {
-            sum += d;
-            *to = sum;
-        }
-        grad
     }
 
     /// Returns B, `[len, Dv]`.
@@ -195,8 +226,10 @@ impl ChunkGrads<'_> {
         let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
         let len = keys.len;
         let mut d = vec![0f32; len * dim];
-        product(&mut d, dim, false, keys.keys(), view(dstate, keys.dim, dim));
-        d.chunks_exact_mut(dim).zip(&chunk.to_end).for_each(|(row, factor)| scale(row, *factor));
+        if !self.is_last {
+            product(&mut d, dim, false, keys.keys(), view(dstate, keys.dim, dim));
+            d.chunks_exact_mut(dim).zip(&chunk.to_end).for_each(|(row, factor)| scale(row, *factor));
+        }
         product(&mut d, dim, true, view(&chunk.scores, len, len).t(), view(dout, len, dim));
         // The transposed system, whose rows are contiguous.
         let mut factors = vec![0f32; len * len];

@@ -115,19 +115,22 @@ pub(super) struct ValueChunk {
 }
 
 impl ValueChunk {
-    /// Computes the chunk of `len` tokens from row `first` on, from the state `[Dk, Dv]` before it.
+    /// Computes the chunk of `len` tokens from row `first` on, from the state `[Dk, Dv]` before it; it
+    /// is zero if none is given.
     pub(super) fn of<T: FloatElement>(
         all: &DeltaRows<'_, T>,
         keys: &KeyChunk,
         head: usize,
         first: usize,
-        state: &[f32],
+        state: Option<&[f32]>,
     ) -> Self {
         let (heads, len, dim) = (all.heads, keys.len, all.heads.value_dim);
         let mut chunk =
             ValueChunk::decayed(token_gates(all.gates[head], [&all.a, &all.b], head, first, len), dim);
         chunk.weigh(&keys.products);
-        product(&mut chunk.read, dim, false, keys.view(), view(state, keys.dim, dim));
+        if let Some(state) = state {
+            product(&mut chunk.read, dim, false, keys.view(), view(state, keys.dim, dim));
+        }
         for i in 0..len {
             let at = (first + i) * heads.conv_width() + 2 * heads.key_width() + head * dim;
             let row = i * dim..(i + 1) * dim;
@@ -224,7 +227,7 @@ pub(super) struct ForwardTask<'a, T> {
     pub(super) first: usize,
     /// The results of each row.
     pub(super) out: Vec<&'a mut [T]>,
-    /// The states before each chunk; none in a generation.
+    /// The states before each chunk but the first; none in a generation.
     pub(super) states: Vec<&'a mut [f32]>,
     /// The states before and after the span, in a generation.
     pub(super) carried: Option<&'a mut [f32]>,
@@ -233,7 +236,8 @@ pub(super) struct ForwardTask<'a, T> {
 impl<T: FloatElement> ForwardTask<'_, T> {
     pub(super) fn run(mut self, all: &DeltaRows<'_, T>) {
         let (heads, dim) = (all.heads, all.heads.value_dim);
-        let mut own = Vec::new();
+        let (mut own, chunks, is_carried) =
+            (Vec::new(), self.out.len().div_ceil(CHUNK), self.carried.is_some());
         let states: &mut [f32] = match self.carried.take() {
             Some(carried) => carried,
             None => {
@@ -243,19 +247,24 @@ impl<T: FloatElement> ForwardTask<'_, T> {
         };
         for (i, out) in self.out.chunks_mut(CHUNK).enumerate() {
             let first = self.first + i * CHUNK;
-            if let Some(saved) = self.states.get_mut(i) {
+            if i > 0
+                && let Some(saved) = self.states.get_mut(i - 1)
+            {
                 saved.copy_from_slice(states);
             }
             let keys = KeyChunk::of(all, self.key_head, first, out.len());
             for (member, state) in states.chunks_exact_mut(heads.state_len()).enumerate() {
                 let head = self.key_head * heads.group() + member;
-                let chunk = ValueChunk::of(all, &keys, head, first, state);
+                let before = (i > 0 || is_carried).then_some(&*state);
+                let chunk = ValueChunk::of(all, &keys, head, first, before);
                 for (out, row) in out.iter_mut().zip(chunk.outputs().chunks_exact(dim)) {
                     narrow(&mut out[member * dim..][..dim], row);
                 }
-                scale(state, chunk.whole());
-                let added = chunk.added_at_end();
-                product(state, dim, true, keys.keys().t(), view(&added, keys.len, dim));
+                if i + 1 < chunks || is_carried {
+                    scale(state, chunk.whole());
+                    let added = chunk.added_at_end();
+                    product(state, dim, true, keys.keys().t(), view(&added, keys.len, dim));
+                }
             }
         }
     }
