@@ -39,6 +39,18 @@ _EXPERTS = _QWEN3 | {
     "norm_topk_prob": True,
 }
 
+# A Qwen3.5 with Gated DeltaNet in three of four layers: 117 million parameters.
+_DELTA = _QWEN3 | {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
 # The targets of LoRA, where they are not all linear layers: PEFT puts LoRA on experts by forming the
 # whole change of each weight.
 TARGETS = {"moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -49,6 +61,7 @@ SHAPES = {
     # SmolLM-135M.
     "135m": _shape(_LLAMA, 576, 30, 9, 3, 64, 1536, 49152),
     "moe": _shape(_EXPERTS, 512, 8, 8, 4, 64, 1536, 32000),
+    "delta": _shape(_DELTA, 768, 12, 8, 2, 128, 2048, 32000),
     # Llama-3.2-1B.
     "1b": _shape(_LLAMA, 2048, 16, 32, 8, 64, 8192, 128256),
     # Qwen3-0.6B.

@@ -8,6 +8,7 @@ use crate::adapter::{self, SavedAdapter};
 use crate::cli::InspectArgs;
 use crate::error::Result;
 use crate::loading::Resolver;
+use crate::model::{self, ModelConfig};
 use crate::recipe::DataSource;
 use crate::units;
 use crate::weights::sidecar_files::CONFIG_FILE;
@@ -40,6 +41,10 @@ fn of_model(files: &ModelFiles) -> Result<String> {
     let _ = writeln!(text, "architecture  {}", summary.architecture.clone().unwrap_or_else(unknown));
     let _ = writeln!(text, "model_type    {}", summary.model_type.clone().unwrap_or_else(unknown));
     let _ = writeln!(text, "parameters    {}", tally(&summary.total));
+    if let Some(unused) = unused_weights(files.folder()).filter(|unused| *unused > 0) {
+        let active = units::count(summary.total.elements.saturating_sub(unused));
+        let _ = writeln!(text, "  active      {active} for a token, which does not use all experts");
+    }
     for (dtype, part) in &summary.dtypes {
         let _ = writeln!(text, "  {:<11} {}", dtype.to_string(), tally(part));
     }
@@ -55,6 +60,13 @@ fn of_model(files: &ModelFiles) -> Result<String> {
         let _ = writeln!(text, "  {name}  {}", units::bytes(*bytes));
     }
     Ok(text)
+}
+
+/// Returns the number of weights of experts that a token does not use; `None` for a model that
+/// finetune does not compute.
+fn unused_weights(folder: &Path) -> Option<u64> {
+    let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).ok()?;
+    Some(model::unused_weights(&ModelConfig::from_json(&text, CONFIG_FILE).ok()?))
 }
 
 fn tally(tally: &Tally) -> String {

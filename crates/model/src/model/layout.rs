@@ -243,10 +243,24 @@ impl BlockLayout {
         self.linears().filter(move |module| module.part.expert().is_none_or(|e| usize::from(e) < chosen))
     }
 
+    /// Returns the number of weights of the experts that a token does not use.
+    fn unused_weights(&self, config: &ModelConfig, layer: usize) -> u64 {
+        let weights = |module: &BlockModule| module.weight.dims().iter().product::<usize>() as u64;
+        let all: u64 = self.linears().map(weights).sum();
+        all - self.active_linears(config, layer).map(weights).sum::<u64>()
+    }
+
     /// Returns the linear layers, in the order in which dropout numbers them.
     pub fn linears(&self) -> impl Iterator<Item = &BlockModule> {
         self.0.iter().filter(|module| module.part.group().is_some())
     }
+}
+
+/// Returns the number of weights of experts that a token does not use, over all blocks; 0 without
+/// experts.
+pub fn unused_weights(config: &ModelConfig) -> u64 {
+    let of_layer = |layer| BlockLayout::new(config, layer).unused_weights(config, layer);
+    (0..config.num_layers()).map(of_layer).sum()
 }
 
 /// Returns the stacks in which checkpoints of this model may have its experts, each with the names

@@ -50,7 +50,9 @@ pub use families::{
     GgufSoftcap, GgufWindows,
 };
 pub use init::{initial_lora, initial_value};
-pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts};
+pub use layout::{
+    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts, unused_weights,
+};
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};

@@ -14,7 +14,7 @@ use crate::error::Result;
 pub enum TensorGroup {
     /// The token embedding.
     Embedding,
-    /// Attention projections, with their biases.
+    /// Tensors of attention and of Gated DeltaNet, without norms.
     Attention,
     /// Feed-forward projections, with their biases.
     Mlp,
@@ -38,6 +38,7 @@ impl TensorGroup {
             ("embed_tokens", Self::Embedding),
             ("lm_head", Self::Head),
             ("self_attn", Self::Attention),
+            ("linear_attn", Self::Attention),
             ("mlp", Self::Mlp),
             ("block_sparse_moe", Self::Mlp),
         ];
