@@ -30,7 +30,7 @@ pub(super) fn named_in(folder: &Path) -> Option<String> {
     let told: Vec<String> = told.collect();
     (!told.is_empty()).then(|| {
         format!(
-            "{}: finetune never reads or runs code that comes with a model; it uses only `model_type` and tokenizer.json",
+            "{}: finetune never reads or runs code that comes with a model; it uses only `model_type` and the vocabulary of the tokenizer",
             told.join("; ")
         )
     })

@@ -179,7 +179,7 @@ fn what_cannot_be_measured() {
     assert_snapshot!(bench_ops(&place, &[]), @"
     exit 1
     error: folder `[DIR]/model` has no config.json
-      caused by: a model is a config.json, a tokenizer.json and safetensors
+      caused by: a model is a config.json, a tokenizer and safetensors
     hint: give a folder that holds config.json, or a hub id such as `owner/name`
     ");
 }

@@ -1,5 +1,5 @@
 //! The lowest crate of `finetune`: errors, units, recipe choices, contained panics, locks, thread
-//! starts, secret files, HTTP addresses, the wall clock and child programs. Other crates re-export
+//! starts, secret files, HTTP addresses, the wall clock, child programs and the names of tokenizer files. Other crates re-export
 //! these modules.
 
 pub mod address;
@@ -11,6 +11,7 @@ pub mod median;
 pub mod private_file;
 pub mod program;
 pub mod threads;
+pub mod tokenizer_names;
 pub mod units;
 
 /// Target of a position without a loss.

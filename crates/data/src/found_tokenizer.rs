@@ -30,12 +30,20 @@ impl FoundTokenizer {
     /// # Errors
     /// Fails with a user error if they describe no tokenizer, or one with too large ids.
     pub(super) fn read(bytes: &[u8], path: &Path) -> Result<Self> {
-        let unreadable = |why: String| {
+        Self::parse(bytes, "it is not a tokenizer.json").map_err(|why| {
             Error::user(format!("cannot read the tokenizer {}", path.display()))
                 .because(why)
                 .hint("copy tokenizer.json from the model this one was made from")
-        };
-        tokenizer_outline::check(bytes).map_err(unreadable)?;
+        })
+    }
+
+    /// Reads the tokenizer that `bytes` describe; `invalid` begins the reason if they describe
+    /// none.
+    ///
+    /// # Errors
+    /// Fails with the reason if they describe no tokenizer, or one with too large ids.
+    pub(super) fn parse(bytes: &[u8], invalid: &str) -> Result<Self, String> {
+        tokenizer_outline::check(bytes)?;
         let found = contained(|| {
             let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
             // Files saved after use may hold these; they would silently cut or pad rows.
@@ -44,13 +52,12 @@ impl FoundTokenizer {
             let dropout = without_dropout(&mut inner);
             Ok((inner, dropout))
         });
-        let (inner, dropout) =
-            found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
+        let (inner, dropout) = found.map_err(|why| format!("{invalid}: {why}"))?;
         let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
         match largest {
             Some((token, id)) if id >= tokenizer_outline::MAX_ID => {
                 let most = tokenizer_outline::MAX_ID;
-                Err(unreadable(format!("its token {token:?} has the id {id}; accepted: below {most}")))
+                Err(format!("its token {token:?} has the id {id}; accepted: below {most}"))
             }
             largest => {
                 let vocab_size = largest.map_or(0, |(_, id)| id as usize + 1);

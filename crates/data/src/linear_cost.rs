@@ -7,6 +7,8 @@
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;
 
+use super::tokenizer_outline::FIRST_MARK;
+
 /// Maximum bytes of a token of a unigram model, which reads that many bytes from each position of a
 /// text.
 const LONGEST_PIECE: usize = 256;
@@ -41,8 +43,17 @@ const LINEAR: &[&str] = &[
     "Fuse",
 ];
 
+/// The spaces around a text, which sentencepiece removes.
+pub(super) const EDGE_SPACES: &str = r"\A +| +\z";
+/// Several spaces, of which sentencepiece keeps one.
+pub(super) const RUNS_OF_SPACES: &str = " {2,}";
+
 /// Regular expressions of known families, in which no alternative reads far beyond its match.
 const PATTERNS: &[&str] = &[
+    // Converted sentencepiece models.
+    EDGE_SPACES,
+    RUNS_OF_SPACES,
+    FIRST_MARK,
     // GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     // GPT-4 (cl100k), as of Phi-4 and OLMo 2.
@@ -93,12 +104,27 @@ fn is_linear_part(part: &Value) -> bool {
         }
         Some("Split" | "Replace") => match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
             (Some(_), _) => true,
-            (_, Some(pattern)) => PATTERNS.contains(&pattern),
+            (_, Some(pattern)) => PATTERNS.contains(&pattern) || is_choice_of_texts(pattern),
             _ => false,
         },
         Some(name) => LINEAR.contains(&name),
         None => false,
     }
+}
+
+/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`.
+fn is_choice_of_texts(pattern: &str) -> bool {
+    let mut characters = pattern.chars();
+    while let Some(character) = characters.next() {
+        let is_text = match character {
+            '\\' => characters.next().is_some_and(|escaped| escaped.is_ascii_punctuation()),
+            _ => !"()[]{}?*+^$.#&~-".contains(character),
+        };
+        if !is_text {
+            return false;
+        }
+    }
+    !pattern.is_empty()
 }
 
 #[cfg(test)]
@@ -145,5 +171,9 @@ mod tests {
             assert!(!is_linear(&tokenizer(parts)), "{parts}");
         }
         assert!(is_linear(&tokenizer(r#""normalizer": null"#)));
+        assert!(is_choice_of_texts(&["<a>", "[b]", "▁▁", "|"].map(regex::escape).join("|")));
+        for pattern in ["", "a.", "a+", r"a\d", r"a\", "(a)", "a|b*"] {
+            assert!(!is_choice_of_texts(pattern), "{pattern}");
+        }
     }
 }

@@ -17,8 +17,8 @@ use super::tokenizer_outline::MAX_ADDED_TOKENS;
 /// The list of tokenizer_config.json that replaces the older files.
 const DECODER: &str = "added_tokens_decoder";
 /// The list of special tokens without a name, and its name before transformers 5.
-const EXTRA: &str = "extra_special_tokens";
-const ADDITIONAL: &str = "additional_special_tokens";
+pub(super) const EXTRA: &str = "extra_special_tokens";
+pub(super) const ADDITIONAL: &str = "additional_special_tokens";
 /// Names of special tokens, in the order in which transformers adds them.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -31,11 +31,13 @@ pub(super) struct TokenLists<'a> {
     pub(super) map: &'a Map<String, Value>,
     /// The contents of added_tokens.json.
     pub(super) list: &'a Map<String, Value>,
+    /// True if listed tokens match the text before it is normalized, whatever their flags.
+    pub(super) raw: bool,
 }
 
 impl TokenLists<'_> {
     /// Returns whether the older files apply.
-    fn has_older(&self) -> bool {
+    pub(super) fn has_older(&self) -> bool {
         !self.config.get(DECODER).is_some_and(Value::is_object)
     }
 
@@ -62,7 +64,7 @@ impl TokenLists<'_> {
     }
 
     /// The special tokens without a name.
-    fn extra(&self) -> Vec<AddedToken> {
+    pub(super) fn extra(&self) -> Vec<AddedToken> {
         let list = |file: &Map<String, Value>, key| file.get(key).and_then(Value::as_array).cloned();
         let older = |key| list(self.map, key).filter(|_| self.has_older());
         let filled = |list: &Vec<Value>| !list.is_empty();
@@ -74,7 +76,39 @@ impl TokenLists<'_> {
             (Some(one), None) | (None, Some(one)) => one,
             (None, None) => older(ADDITIONAL).unwrap_or_default(),
         };
-        all.iter().filter_map(|value| token(value, true)).collect()
+        all.iter()
+            .filter_map(|value| token(value, value.get("special") != Some(&Value::Bool(false))))
+            .collect()
+    }
+
+    /// The tokens by id of `added_tokens_decoder`, else of added_tokens.json.
+    pub(super) fn listed(&self) -> BTreeMap<i64, AddedToken> {
+        if !self.has_older() {
+            return decoder(self.config);
+        }
+        older_list(self.list, &self.special_texts())
+    }
+
+    /// The texts that mark tokens of added_tokens.json as special. An object of
+    /// tokenizer_config.json does not, since transformers compares before it reads these objects.
+    fn special_texts(&self) -> HashSet<String> {
+        let list = |file: &Map<String, Value>, key| {
+            file.get(key).and_then(Value::as_array).cloned().unwrap_or_default()
+        };
+        let in_config = NAMES.iter().filter(|name| !self.map.contains_key(**name));
+        let in_config = in_config.filter_map(|name| self.config.get(*name).cloned());
+        let in_config = in_config.chain(list(self.config, EXTRA)).chain(list(self.config, ADDITIONAL));
+        let in_map = NAMES.iter().filter_map(|name| self.map.get(*name).cloned());
+        let in_map = in_map.chain(list(self.map, EXTRA)).filter_map(|value| token(&value, true));
+        let texts = in_config.filter_map(|value| value.as_str().map(str::to_owned));
+        texts.chain(in_map.map(|token| token.content)).filter(|text| !text.is_empty()).collect()
+    }
+
+    /// The tokens with a name, in the order in which transformers adds them.
+    fn named(&self) -> Vec<AddedToken> {
+        let names = self.names();
+        let named = names.iter().filter_map(|name| token(self.value(name)?, true));
+        named.chain(self.named_extra()).collect()
     }
 
     /// Named tokens of an object `extra_special_tokens`.
@@ -88,22 +122,13 @@ impl TokenLists<'_> {
     /// # Errors
     /// Fails if the lists hold more tokens than accepted.
     pub(super) fn tokens(&self, own: &BTreeMap<u32, AddedToken>) -> Result<Vec<AddedToken>, String> {
-        let names = self.names();
-        let named: Vec<AddedToken> = names
-            .iter()
-            .filter_map(|name| token(self.value(name)?, true))
-            .chain(self.named_extra())
-            .collect();
-        let extra = self.extra();
-        let mut listed = if self.has_older() {
-            let special = named.iter().filter(|token| !token.content.is_empty()).chain(&extra);
-            let special: HashSet<&str> = special.map(|token| token.content.as_str()).collect();
-            let mut listed = older_list(self.list, &special);
+        let (named, extra, mut listed) = (self.named(), self.extra(), self.listed());
+        if self.raw {
+            listed.values_mut().for_each(|token| token.normalized = false);
+        }
+        if self.has_older() {
             listed.extend(own.iter().map(|(id, token)| (i64::from(*id), token.clone())));
-            listed
-        } else {
-            decoder(self.config)
-        };
+        }
         let count = listed.len() + named.len() + extra.len();
         if count > MAX_ADDED_TOKENS {
             return Err(format!("its files list {count} tokens; accepted: up to {MAX_ADDED_TOKENS}"));
@@ -113,10 +138,10 @@ impl TokenLists<'_> {
             token.special = true;
         }
         let mut tokens: Vec<AddedToken> = listed.into_values().collect();
-        let mut known: HashSet<String> =
-            own.values().chain(&tokens).map(|token| token.content.clone()).collect();
-        for token in named.iter().chain(&extra) {
-            if known.insert(token.content.clone()) {
+        // A text may occur several times: the last flags apply.
+        let known: HashSet<String> = own.values().chain(&tokens).map(|token| token.content.clone()).collect();
+        for token in named.iter().chain(&extra).filter(|token| !known.contains(&token.content)) {
+            if !tokens.contains(token) {
                 tokens.push(token.clone());
             }
         }
@@ -125,7 +150,7 @@ impl TokenLists<'_> {
 }
 
 /// Reads added_tokens.json: texts with their ids.
-fn older_list(list: &Map<String, Value>, special: &HashSet<&str>) -> BTreeMap<i64, AddedToken> {
+fn older_list(list: &Map<String, Value>, special: &HashSet<String>) -> BTreeMap<i64, AddedToken> {
     let entry = |(text, id): (&String, &Value)| {
         let is_special = special.contains(text.as_str());
         Some((id.as_i64()?, AddedToken::from(text.clone(), is_special)))
@@ -170,7 +195,8 @@ mod tests {
         let object = |value: &Value| value.as_object().cloned().unwrap_or_default();
         let (config, map, list) = (object(config), object(map), object(list));
         let own = BTreeMap::from([(3, AddedToken::from("<own>".to_owned(), true))]);
-        let tokens = TokenLists { config: &config, map: &map, list: &list }.tokens(&own).unwrap_or_default();
+        let lists = TokenLists { config: &config, map: &map, list: &list, raw: false };
+        let tokens = lists.tokens(&own).unwrap_or_default();
         tokens.into_iter().map(|token| (token.content, token.special, token.normalized)).collect()
     }
 

@@ -3,10 +3,12 @@
 //! The files are edited, not made anew: the rest stays as its author wrote it. The tokenizer is
 //! then read from the edited text, so that the used and the saved one are equal.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use serde_json::{Map, Value, json};
 use tokenizers::AddedToken;
+
+use super::found_tokenizer;
 
 /// Files beside tokenizer.json that name tokens: the settings, and the list of older tokenizers.
 pub(super) const CONFIG: &str = "tokenizer_config.json";
@@ -23,6 +25,33 @@ impl NewToken {
     /// A token of plain text, which matches anywhere after normalization.
     pub(super) fn plain(id: u32, text: &str) -> Self {
         NewToken { id, token: AddedToken::from(text, false) }
+    }
+
+    /// Adds `tokens` to a tokenizer. Returns those that are new or have other flags.
+    ///
+    /// # Errors
+    /// Fails with the reason of the crate `tokenizers`.
+    pub(super) fn add_all(
+        inner: &mut tokenizers::Tokenizer,
+        tokens: Vec<AddedToken>,
+    ) -> Result<Vec<Self>, String> {
+        let added = found_tokenizer::add_tokens(inner, tokens)?;
+        Ok(added.into_iter().map(|(id, token)| NewToken { id, token }).collect())
+    }
+
+    /// Checks that `tokens` have their ids in a tokenizer that was read again.
+    ///
+    /// # Errors
+    /// Fails with the first token that has another id.
+    pub(super) fn check_ids(tokens: &[Self], inner: &tokenizers::Tokenizer) -> Result<(), String> {
+        match tokens.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
+            None => Ok(()),
+            Some(token) => Err(format!(
+                "the ids of tokenizer.json have holes: {:?} does not keep the id {}",
+                token.text(),
+                token.id
+            )),
+        }
     }
 
     /// The token's text.
@@ -74,6 +103,22 @@ pub(super) fn in_config(mut file: Map<String, Value>, tokens: &[NewToken]) -> Op
     let listed = file.get_mut("added_tokens_decoder")?.as_object_mut()?;
     listed.extend(tokens.iter().map(|token| (token.id.to_string(), Value::Object(token.properties()))));
     Some(file)
+}
+
+/// Returns tokenizer_config.json with all added `tokens` and the names of special ones, which until
+/// now came from a vocabulary and its class.
+pub(super) fn with_all(
+    mut file: Map<String, Value>,
+    named: &BTreeMap<String, String>,
+    tokens: &[NewToken],
+) -> Map<String, Value> {
+    for (name, text) in named {
+        if !file.contains_key(name) {
+            file.insert(name.clone(), text.as_str().into());
+        }
+    }
+    file.insert("added_tokens_decoder".to_owned(), json!({}));
+    in_config(file.clone(), tokens).unwrap_or(file)
 }
 
 /// Returns added_tokens.json with `tokens`, if it is not empty.

@@ -6,8 +6,8 @@
 //! missing in `tokenizer.json` (`listed_tokens`). `clean_up_tokenization_spaces` is not
 //! applied: decoding returns the encoded text.
 //!
-//! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: part of
-//! its rules is in Python classes, and a guess would give silently wrong ids.
+//! A folder without `tokenizer.json` may have another vocabulary, which [`super::tokenizer_files`]
+//! converts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,22 +18,15 @@ use serde_json::{Map, Value};
 use super::child_pool::RowBudget;
 pub use super::encoded::Encoded;
 use super::found_tokenizer::{self, FoundTokenizer};
-use super::listed_tokens::TokenLists;
 use super::new_tokens::{self, NewToken};
 use super::sandbox::ChildEnd;
+pub use super::special_token::SpecialToken;
 use super::tokenizer_child::TokenizingChildren;
+use super::tokenizer_files::{self, file_text, parse_object, read_object};
 use super::{linear_cost, long_text, sandbox, tokenizer_outline};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-
-/// A special token by text and id.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SpecialToken {
-    /// The text, as in templates.
-    pub text: String,
-    /// Id of the token.
-    pub id: u32,
-}
+use crate::tokenizer_names::TOKENIZER_JSON;
 
 /// The tokenizer of one model folder.
 #[derive(Debug, Clone)]
@@ -53,8 +46,11 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
-    /// tokenizer.json with tokens that only other files list; `None` if it has them all.
-    completed: Option<String>,
+    /// The text of a tokenizer.json that was converted, or got tokens that only other files list;
+    /// `None` if the file has them all.
+    completed: Option<Vec<u8>>,
+    /// True if the folder has another vocabulary than a tokenizer.json.
+    converted: bool,
     /// BPE dropout of tokenizer.json, which is disabled.
     dropout: Option<f32>,
     /// Files that differ from those in `folder`: name and text.
@@ -62,25 +58,24 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads tokenizer.json, and the special tokens from tokenizer_config.json,
+    /// Reads the tokenizer of `folder`, and the special tokens from tokenizer_config.json,
     /// special_tokens_map.json, generation_config.json and config.json if they exist.
     ///
     /// # Errors
-    /// Fails without a tokenizer.json, or if one of the files is invalid.
+    /// Fails without a tokenizer, or if one of the files is invalid.
     pub fn load(folder: &Path) -> Result<Self> {
-        let path = folder.join("tokenizer.json");
-        if !path.is_file() {
-            return Err(missing_tokenizer(folder));
-        }
-        let bytes = input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES)?;
-        let mut found = FoundTokenizer::read(&bytes, &path)?;
-        let config = read_object(&folder.join(new_tokens::CONFIG))?;
-        let map = read_object(&folder.join("special_tokens_map.json"))?;
-        let list = read_object(&folder.join(new_tokens::LIST))?;
-        let lists = TokenLists { config: &config, map: &map, list: &list };
-        let completed = complete(&mut found, &path, &lists)?;
-        let FoundTokenizer { inner, vocab_size, dropout } = found;
-        let bytes = completed.as_ref().map_or(bytes.as_slice(), String::as_bytes);
+        Self::load_for(folder, folder)
+    }
+
+    /// Loads the tokenizer in `folder`; the files in `model` name the ids that end a generation.
+    /// config.json there describes the model of a vocabulary in a folder without it.
+    ///
+    /// # Errors
+    /// Fails like [`Self::load`].
+    pub fn load_for(folder: &Path, model: &Path) -> Result<Self> {
+        let source = tokenizer_files::read(folder, model)?;
+        let FoundTokenizer { inner, vocab_size, dropout } = source.found;
+        let lists = source.settings.lists();
         // A name without a token, such as an empty text, is ignored.
         let token = |name: &str| {
             let text = lists.text(name)?;
@@ -96,36 +91,27 @@ impl Tokenizer {
             .filter(|(_, added)| added.special)
             .map(|(id, added)| (id, added.content))
             .collect();
-        let eos_ids = eos_ids(folder, eos.as_ref())?;
+        let eos_ids = eos_ids(model, eos.as_ref())?;
         let mut tokenizer = Tokenizer {
             vocab_size,
-            children: children(&inner, bytes),
+            children: children(&inner, &source.text),
             inner,
             folder: folder.to_owned(),
             named,
-            config,
+            config: source.config,
+            converted: source.converted,
             bos,
             eos,
             pad,
             eos_ids,
             special,
             adds_bos: false,
-            digest: blake3::hash(bytes),
-            completed,
+            digest: blake3::hash(&source.text),
+            completed: (!source.in_file).then_some(source.text),
             dropout,
             changed: Vec::new(),
         };
         tokenizer.adds_bos = tokenizer.finds_bos_added()?;
-        Ok(tokenizer)
-    }
-
-    /// Loads the tokenizer in `folder`; the files in `model` name the ids that end a generation.
-    ///
-    /// # Errors
-    /// Fails like [`Self::load`].
-    pub fn load_for(folder: &Path, model: &Path) -> Result<Self> {
-        let mut tokenizer = Self::load(folder)?;
-        tokenizer.eos_ids = eos_ids(model, tokenizer.eos.as_ref())?;
         Ok(tokenizer)
     }
 
@@ -160,11 +146,8 @@ impl Tokenizer {
 
     /// Replaces the tokenizer with the one that the changed files describe.
     fn rewrite(&mut self, new: &[NewToken]) -> Result<()> {
-        let path = self.folder.join("tokenizer.json");
-        let own = match &self.completed {
-            Some(text) => parse_object(&path, text)?,
-            None => read_object(&path)?,
-        };
+        let path = self.folder.join(TOKENIZER_JSON);
+        let own = parse_object(&path, &self.json()?)?;
         let tokenizer = file_text(new_tokens::in_tokenizer(own, new));
         let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(tokenizer.as_bytes(), &path)?;
         if let Some(token) = new.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
@@ -183,24 +166,30 @@ impl Tokenizer {
         (self.vocab_size, self.digest) = (vocab_size, blake3::hash(tokenizer.as_bytes()));
         (self.children, self.inner) = (children(&inner, tokenizer.as_bytes()), inner);
         let list = read_object(&self.folder.join(new_tokens::LIST))?;
-        self.changed = vec![("tokenizer.json".into(), tokenizer)];
-        for (name, file) in [
-            (new_tokens::CONFIG, new_tokens::in_config(self.config.clone(), new)),
-            (new_tokens::LIST, new_tokens::in_list(list, new)),
-        ] {
+        self.changed = vec![(TOKENIZER_JSON.into(), tokenizer)];
+        let config = if self.converted {
+            let all = found_tokenizer::added_tokens(&self.inner).into_iter();
+            let all: Vec<NewToken> = all.map(|(id, token)| NewToken { id, token }).collect();
+            Some(new_tokens::with_all(self.config.clone(), &self.named, &all))
+        } else {
+            new_tokens::in_config(self.config.clone(), new)
+        };
+        for (name, file) in [(new_tokens::CONFIG, config), (new_tokens::LIST, new_tokens::in_list(list, new))]
+        {
             self.changed.extend(file.map(|file| (name.to_owned(), file_text(file))));
         }
         Ok(())
     }
 
-    /// The text of tokenizer.json with the tokens that other files list.
+    /// The text of tokenizer.json with the tokens that other files list; of another vocabulary, the
+    /// text into which it was converted.
     ///
     /// # Errors
     /// Fails with a user error if the file is too long or cannot be read.
     pub fn json(&self) -> Result<Vec<u8>> {
-        let path = self.folder.join("tokenizer.json");
+        let path = self.folder.join(TOKENIZER_JSON);
         match &self.completed {
-            Some(text) => Ok(text.clone().into_bytes()),
+            Some(text) => Ok(text.clone()),
             None => input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES),
         }
     }
@@ -501,78 +490,11 @@ impl TextStream<'_> {
 /// The action that an error of encoding names.
 const ENCODE: &str = "encode a text with";
 
-/// Adds the tokens that the other files list to `found`, read from `path`. Returns the text of
-/// tokenizer.json with them; `None` if it has them all.
-///
-/// # Errors
-/// Fails with a user error if the lists are too long, or the tokens get other ids in that text.
-fn complete(found: &mut FoundTokenizer, path: &Path, lists: &TokenLists<'_>) -> Result<Option<String>> {
-    let failed = |why: String| {
-        Error::user(format!("cannot add the tokens that files beside {} list", path.display())).because(why)
-    };
-    let own = found_tokenizer::added_tokens(&found.inner);
-    let tokens = lists.tokens(&own).map_err(failed)?;
-    let added = found_tokenizer::add_tokens(&mut found.inner, tokens).map_err(failed)?;
-    if added.is_empty() {
-        return Ok(None);
-    }
-    let new: Vec<NewToken> = added.into_iter().map(|(id, token)| NewToken { id, token }).collect();
-    let text = file_text(new_tokens::in_tokenizer(read_object(path)?, &new));
-    let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(text.as_bytes(), path)?;
-    if let Some(token) = new.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
-        let (text, id) = (token.text(), token.id);
-        return Err(failed(format!("the ids of tokenizer.json have holes: {text:?} does not keep the id {id}"))
-            .hint("write the files again with Python: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"));
-    }
-    (found.inner, found.vocab_size) = (inner, vocab_size);
-    Ok(Some(text))
-}
-
-fn file_text(file: Map<String, Value>) -> String {
-    format!("{:#}\n", Value::Object(file))
-}
-
 /// Makes child processes for the tokenizer.json in `bytes`, from which `inner` was built. `None` if
 /// it takes linear time, or this program cannot start them.
 fn children(inner: &tokenizers::Tokenizer, bytes: &[u8]) -> Option<Arc<TokenizingChildren>> {
     let apart = sandbox::is_available() && !linear_cost::is_linear(inner);
     apart.then(|| Arc::new(TokenizingChildren::new(bytes)))
-}
-
-fn missing_tokenizer(folder: &Path) -> Error {
-    let error = Error::user(format!("cannot read the tokenizer of {}", folder.display()));
-    let has = |name: &str| folder.join(name).is_file();
-    let convert = format!(
-        "write tokenizer.json with Python: AutoTokenizer.from_pretrained({0:?}).save_pretrained({0:?})",
-        folder.display().to_string()
-    );
-    if has("tokenizer.model") {
-        error.because("it holds a sentencepiece tokenizer.model, but no tokenizer.json").hint(convert)
-    } else if has("vocab.json") && has("merges.txt") {
-        error.because("it holds vocab.json and merges.txt, but no tokenizer.json").hint(convert)
-    } else {
-        error
-            .because("it holds no tokenizer.json")
-            .hint("copy tokenizer.json and tokenizer_config.json from the model this one was made from")
-    }
-}
-
-/// Reads the object in a JSON file; empty if the file does not exist.
-fn read_object(path: &Path) -> Result<Map<String, Value>> {
-    if !path.exists() {
-        return Ok(Map::new());
-    }
-    parse_object(path, &input_file::read_text("read", path)?)
-}
-
-fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>> {
-    match serde_json::from_str(text) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => {
-            Err(Error::user(format!("cannot read {}", path.display())).because("it is not a JSON object"))
-        }
-        Err(e) => Err(Error::user(format!("cannot read {}", path.display())).because(e.to_string())),
-    }
 }
 
 fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {

@@ -30,6 +30,8 @@ const MAX_TOKENS_ADDED_TO_TEXT: usize = 1024;
 const MAX_ADDED_BYTES: usize = 4096;
 /// Maximum bytes that a table puts in place of a character: eight times those of Unicode's NFKC.
 const MAX_REPLACEMENT_BYTES: usize = 256;
+/// The pattern of a text that begins with a mark for a space: it matches once, three bytes.
+pub(super) const FIRST_MARK: &str = r"\A▁";
 /// Maximum number of added tokens: ten times that of any tokenizer.
 pub(super) const MAX_ADDED_TOKENS: usize = 200_000;
 
@@ -145,6 +147,7 @@ impl PartSizes {
         let least = match (step["pattern"]["String"].as_str(), step["pattern"]["Regex"].as_str()) {
             (Some(""), _) | (_, Some("")) => return Err("has a `Replace` with an empty pattern".to_owned()),
             (Some(pattern), _) => pattern.len(),
+            (_, Some(FIRST_MARK)) => return Ok(()),
             // A match of a regular expression may be a single byte.
             _ => 1,
         };

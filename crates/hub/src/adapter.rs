@@ -168,7 +168,7 @@ fn is_model(names: &[String]) -> bool {
 
 /// Returns the files of an adapter, given the names of all files.
 fn wanted(names: &[String]) -> Vec<&str> {
-    let wanted = |name: &str| name == CONFIG || name == WEIGHTS || select::is_tokenizer(name);
+    let wanted = |name: &str| name == CONFIG || name == WEIGHTS || select::is_tokenizer(name, names);
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 

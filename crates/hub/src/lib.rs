@@ -33,7 +33,7 @@ mod select;
 mod speed;
 mod verified;
 
-use finetune_core::{address, error, private_file, units};
+use finetune_core::{address, error, private_file, tokenizer_names, units};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -193,7 +193,7 @@ fn locate<'a>(
 fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
     if !folder.is_dir() {
         return Err(Error::user(format!("model `{given}` is a file"))
-            .because("a model is a folder with config.json, tokenizer.json and safetensors")
+            .because("a model is a folder with config.json, a tokenizer and safetensors")
             .hint("give the folder that holds config.json"));
     }
     match select::check_model(&list_folder(&folder)?, scope) {

@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Result};
+use crate::tokenizer_names;
 
 /// The configuration, required for every model.
 pub(super) const CONFIG: &str = "config.json";
@@ -17,8 +18,9 @@ pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 const TEXTS: [&str; 3] = [CONFIG, "generation_config.json", INDEX];
+/// Files beside the vocabulary of a tokenizer.
 const TOKENIZER: [&str; 4] =
-    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
+    ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"];
 
 /// The files of a model that the caller needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,13 +61,15 @@ pub(super) enum ModelMismatch {
 
 /// Returns the small files of a model: all but the weights.
 pub(super) fn texts(names: &[String]) -> Vec<&str> {
-    let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name);
+    let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name, names);
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
-/// Returns whether this is a file of the tokenizer or a chat template.
-pub(super) fn is_tokenizer(name: &str) -> bool {
-    TOKENIZER.contains(&name) || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
+/// Returns whether this is a file of the tokenizer or a chat template, given the names of all files.
+pub(super) fn is_tokenizer(name: &str, names: &[String]) -> bool {
+    tokenizer_names::vocabulary(|known| has(names, known)) == Some(name)
+        || TOKENIZER.contains(&name)
+        || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
 }
 
 /// Returns the form of the weights, given the names of all files.
@@ -155,7 +159,7 @@ impl ModelMismatch {
             }
             ModelMismatch::Weights => Error::user(format!("{subject} has no weights")).because(accepted),
             ModelMismatch::Config => Error::user(format!("{subject} has no {CONFIG}"))
-                .because("a model is a config.json, a tokenizer.json and safetensors")
+                .because("a model is a config.json, a tokenizer and safetensors")
                 .hint("give a folder that holds config.json, or a hub id such as `owner/name`"),
         }
     }
@@ -295,6 +299,10 @@ mod tests {
         ];
         assert_eq!(texts(&all), expected);
         assert_eq!(weights(&all), Ok(Weights::Sharded));
+        let vocabularies =
+            names(&["tekken.json", "tokenizer.model", "tokenizer.model.v3", "added_tokens.json"]);
+        assert_eq!(texts(&vocabularies), ["tekken.json", "added_tokens.json"]);
+        assert_eq!(texts(&vocabularies[1..]), ["tokenizer.model", "added_tokens.json"]);
         assert_eq!(weights(&names(&["model.safetensors", INDEX])), Ok(Weights::Single));
     }
 

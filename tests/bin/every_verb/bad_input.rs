@@ -414,7 +414,7 @@ fn no_config() {
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: folder `[DIR]/model` has no config.json
-      caused by: a model is a config.json, a tokenizer.json and safetensors
+      caused by: a model is a config.json, a tokenizer and safetensors
     hint: give a folder that holds config.json, or a hub id such as `owner/name`
     ");
 }
@@ -669,7 +669,8 @@ fn no_tokenizer() {
     exit 1
     error: cannot read the tokenizer of [DIR]/model
       caused by: it holds no tokenizer.json
-    hint: copy tokenizer.json and tokenizer_config.json from the model this one was made from
+      caused by: accepted: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, qwen.tiktoken
+    hint: copy the tokenizer and tokenizer_config.json from the model this one was made from
     ");
     place.write("model/tokenizer.json", "{\"version\": \"1.0\"}");
     assert_snapshot!(no_run(&place, &[]), @"

@@ -124,6 +124,28 @@ fn tokenizers() {
 }
 
 #[test]
+fn vocabularies() {
+    for (name, folders) in [
+        ("tokenizer.model", &["llama2", "mistral", "gemma", "unigram", "llama3"][..]),
+        ("tekken.json", &["tekken"]),
+        ("qwen.tiktoken", &["qwen"]),
+    ] {
+        let file =
+            |folder: &&str| std::fs::read(seeds::golden("vocabularies").join(folder).join(name)).unwrap();
+        for config in [&br#"{"model_type": "llama"}"#[..], br#"{"model_type": "mistral"}"#] {
+            let class = br#"{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}"#;
+            let beside = [("config.json", config.to_vec()), ("tokenizer_config.json", class.to_vec())];
+            on_file(name, folders.iter().map(file).collect(), 150, &beside, |path| {
+                let Ok(tokenizer) = Tokenizer::load(folder_of(path)) else { return };
+                if let Ok(ids) = tokenizer.encode("Hello  12345\n\tÄpfel 你好 <s> </s>▁", true) {
+                    let _ = tokenizer.decode(&ids, false);
+                }
+            });
+        }
+    }
+}
+
+#[test]
 fn chat_templates() {
     sandbox::run_in(cargo_bin!("finetune").to_owned());
     let messages = [

@@ -17,18 +17,16 @@ use super::text_config::text_part;
 use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
 use crate::error::input_file;
 use crate::error::{Error, Result};
+use crate::tokenizer_names::{self, TOKENIZER_JSON, VOCABULARIES};
 
 /// The architecture and its sizes.
 pub const CONFIG_FILE: &str = "config.json";
 
-/// The tokenizer; its settings are useless without it.
-const TOKENIZER_FILE: &str = "tokenizer.json";
-
 /// The default settings of generation.
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// Files of a tokenizer that are copied if they exist, besides all that start with `tokenizer` or
-/// `chat_template`.
+/// Files of a tokenizer that are copied if they exist, besides its vocabularies and all that start
+/// with `tokenizer` or `chat_template`.
 const TOKENIZER_FILES: [&str; 6] = [
     "special_tokens_map.json",
     "added_tokens.json",
@@ -129,7 +127,8 @@ impl TokenizerFiles {
     /// # Errors
     /// Storage: the folder cannot be read.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
-        let found = facts(&folder.join(TOKENIZER_FILE))?.filter(|found| found.is_file());
+        let names = if facts(folder)?.is_some() { file_names(folder)? } else { Vec::new() };
+        let found = tokenizer_names::vocabulary(|name| names.iter().any(|found| found == name));
         Ok(found.map(|_| TokenizerFiles {
             folder: folder.to_owned(),
             changed: Vec::new(),
@@ -142,7 +141,9 @@ impl TokenizerFiles {
     /// # Errors
     /// Storage: reading or writing fails.
     pub fn write(&self, to: &Path) -> Result<()> {
-        copy_tokenizer(&self.folder, to)?;
+        // No other vocabulary has the tokens of a changed tokenizer.json.
+        let is_changed = self.changed.iter().any(|(name, _)| name == TOKENIZER_JSON);
+        copy_tokenizer(&self.folder, to, if is_changed { &[TOKENIZER_JSON] } else { &VOCABULARIES })?;
         if !self.has_template {
             copy_templates(&self.folder, to)?;
         }
@@ -163,7 +164,7 @@ pub fn copy(
     changes: ConfigChanges,
 ) -> Result<()> {
     let config = changed(read_config(from)?, changes);
-    copy_tokenizer(from, to)?;
+    copy_tokenizer(from, to, if tokenizer.is_some() { &[] } else { &VOCABULARIES })?;
     if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|found| found.is_file()) {
         copy_file(&from.join(GENERATION_CONFIG), &to.join(GENERATION_CONFIG))?;
     }
@@ -173,12 +174,15 @@ pub fn copy(
 }
 
 /// Copies the existing files of the tokenizer and its settings from `from`, over those in `to`,
-/// without its templates.
+/// without its templates. Only the named `vocabularies` are copied.
 ///
 /// # Errors
 /// Storage: reading or writing fails.
-fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
-    let is_part = |name: &str| TOKENIZER_FILES.contains(&name) || name.starts_with("tokenizer");
+fn copy_tokenizer(from: &Path, to: &Path, vocabularies: &[&str]) -> Result<()> {
+    let is_part = |name: &str| {
+        let is_other = TOKENIZER_FILES.contains(&name) || name.starts_with("tokenizer");
+        vocabularies.contains(&name) || is_other && !VOCABULARIES.contains(&name)
+    };
     let mut names = file_names(from)?.into_iter().filter(|name| is_part(name));
     names.try_for_each(|name| copy_file(&from.join(&name), &to.join(&name)))
 }

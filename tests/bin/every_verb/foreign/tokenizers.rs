@@ -1,9 +1,11 @@
-//! Tokens listed in files beside tokenizer.json get the ids that `AutoTokenizer` gives them.
+//! Tokens listed in files beside tokenizer.json get the ids that `AutoTokenizer` gives them, and so
+//! does the text of a folder that has another vocabulary.
 
+use insta::assert_snapshot;
 use serde_json::{Value, json};
 
 use super::{edit, json, place, refused, succeed};
-use crate::place::Place;
+use crate::place::{Place, golden};
 
 /// Returns the ids that `finetune data` shows for the row `text`.
 fn ids(place: &Place, text: &str) -> Vec<u32> {
@@ -94,4 +96,100 @@ fn what_is_saved_is_what_was_used() {
     std::fs::rename(place.path("model"), place.path("first")).unwrap();
     std::fs::rename(place.path("full"), place.path("model")).unwrap();
     assert_eq!(ids(&place, "The <x> river"), used);
+}
+
+/// Replaces the tokenizer of the model with a golden one that has no tokenizer.json.
+fn with_vocabulary(place: &Place, name: &str) {
+    for entry in std::fs::read_dir(place.path("model")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        if name.starts_with("tokenizer") || name.contains("tokens") || name.contains("template") {
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+    for entry in std::fs::read_dir(golden("vocabularies").join(name)).unwrap() {
+        let path = entry.unwrap().path();
+        if !path.ends_with("config.json") {
+            std::fs::copy(&path, place.path("model").join(path.file_name().unwrap())).unwrap();
+        }
+    }
+}
+
+/// Runs, merges and exports of a model with a sentencepiece model alone keep its ids.
+#[test]
+fn a_sentencepiece_model_is_enough() {
+    let place = place("tiny-mistral");
+    with_vocabulary(&place, "mistral");
+    let text = " The  river<s>x [INST]";
+    let used = ids(&place, text);
+    let train = |output: &str, more: &[&str]| {
+        let args = ["--recipe", "lora", "--model", "model", "--dataset", "rows.jsonl", "--output", output];
+        let set = ["--set", "train.max_steps=2", "--set", "optimizer.learning_rate=1e-3"];
+        succeed(&place, &[&args[..], &set, more].concat())
+    };
+    train("lora", &[]);
+    let held = |name: &str| place.path(name).exists();
+    let bytes = |name: &str| std::fs::read(place.path(name)).unwrap();
+    assert_eq!(bytes("lora/tokenizer.model"), bytes("model/tokenizer.model"));
+    assert!(!held("lora/tokenizer.json"));
+    // The adapter's folder has no config.json, which decides how its vocabulary is converted.
+    succeed(&place, &["eval", "--model", "model", "--adapter", "lora", "--dataset", "rows.jsonl"]);
+    let merge = |adapter: &str, output: &str| {
+        succeed(&place, &["merge", "--model", "model", "--adapter", adapter, "--output", output]);
+    };
+    merge("lora", "merged");
+    assert_eq!(bytes("merged/tokenizer.model"), bytes("model/tokenizer.model"));
+
+    // New tokens are in a tokenizer.json, and no file without them is left beside it.
+    train("more", &["--set", "model.new_tokens=[\"<tool>\"]"]);
+    assert!(held("more/tokenizer.json") && !held("more/tokenizer.model"));
+    merge("more", "merged-more");
+    assert!(held("merged-more/tokenizer.json") && !held("merged-more/tokenizer.model"));
+
+    std::fs::rename(place.path("model"), place.path("first")).unwrap();
+    for folder in ["merged", "merged-more"] {
+        std::fs::rename(place.path(folder), place.path("model")).unwrap();
+        assert_eq!(ids(&place, text), used, "{folder}");
+        std::fs::rename(place.path("model"), place.path(folder)).unwrap();
+    }
+}
+
+/// GGUF files have the tokens of a converted vocabulary.
+#[test]
+fn a_vocabulary_is_exported_to_gguf() {
+    for (model, name) in [("tiny-llama", "llama2"), ("tiny-llama3", "llama3")] {
+        let place = place(model);
+        with_vocabulary(&place, name);
+        succeed(&place, &["export", "--model", "model", "--format", "gguf", "--output", "m.gguf"]);
+        let file = std::fs::read(place.path("m.gguf")).unwrap();
+        let has = |text: &str| file.windows(text.len()).any(|part| part == text.as_bytes());
+        assert!(has("tokenizer.ggml.tokens") && has(if name == "llama2" { "▁th" } else { "llama-bpe" }));
+    }
+    let place = place("tiny-mistral");
+    with_vocabulary(&place, "mistral");
+    let said = refused(&place, &["export", "--model", "model", "--format", "gguf", "--output", "m.gguf"]);
+    assert!(said.contains("cannot express this model's tokenizer in GGUF"), "{said}");
+    assert!(said.contains("its pre-tokenizer has") && said.contains("Split"), "{said}");
+}
+
+#[test]
+fn a_vocabulary_that_cannot_be_converted_is_refused() {
+    let place = place("tiny-llama");
+    with_vocabulary(&place, "llama2");
+    let said = || refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    let config = |key: &str, value: Value| {
+        edit(&place.path("model/tokenizer_config.json"), |config| config[key] = value);
+    };
+    config("tokenizer_class", json!("T5Tokenizer"));
+    assert_snapshot!(said(), @"");
+    config("auto_map", json!({"AutoTokenizer": ["tokenization_x.XTokenizer", null]}));
+    assert_snapshot!(said(), @"");
+    std::fs::write(place.path("model/tokenizer.model"), b"\x0a\x7fabc").unwrap();
+    config("auto_map", Value::Null);
+    config("tokenizer_class", json!("LlamaTokenizer"));
+    assert_snapshot!(said(), @"");
+    place.write("model/tokenizer.model", "IQ== 0\nIg== 1\nIw== two\n");
+    assert_snapshot!(said(), @"");
+    place.write("model/tekken.json", r#"{"config": {"pattern": "x"}, "vocab": []}"#);
+    assert_snapshot!(said(), @"");
 }

@@ -80,6 +80,8 @@ pub(super) fn sentencepiece(normalizer: &Json, pre_tokenizer: &Json) -> Result<b
         match () {
             () if step["type"] == "Prepend" && step["prepend"] == "▁" => prefix = true,
             () if replaces && step["content"] == "▁" => escapes = true,
+            // A text that begins with a space gets another one, as in llama.cpp.
+            () if step["pattern"] == json!({ "Regex": "\\A▁" }) && step["content"] == "▁▁" => {}
             () => {
                 return Err(format!(
                     "its normalizer has {}; accepted: `▁` before the text and for each space",
@@ -158,10 +160,13 @@ mod tests {
             json!({ "type": "Split", "pattern": { "String": " " }, "behavior": "MergedWithPrevious" });
         let none = Json::Null;
         assert_eq!(sentencepiece(&both, &none), Ok(true));
+        let first = json!({ "type": "Replace", "pattern": { "Regex": "\\A▁" }, "content": "▁▁" });
+        let converted = json!({ "type": "Sequence", "normalizers": [replace, first] });
         assert_eq!(sentencepiece(&replace, &split), Ok(false));
         let metaspace =
             |scheme: &str| json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme });
         assert_eq!(sentencepiece(&none, &metaspace("first")), Ok(true));
+        assert_eq!(sentencepiece(&converted, &metaspace("always")), Ok(true));
         assert_eq!(sentencepiece(&none, &metaspace("never")), Ok(false));
         assert!(sentencepiece(&none, &none).is_err());
         assert!(sentencepiece(&json!({ "type": "NFKC" }), &none).is_err());

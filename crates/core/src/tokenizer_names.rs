@@ -1,0 +1,21 @@
+//! Names of the files that hold the vocabulary of a tokenizer.
+
+/// The file of the crate `tokenizers`, which also holds the rules of the tokenizer.
+pub const TOKENIZER_JSON: &str = "tokenizer.json";
+/// Mistral's vocabulary of bytes.
+pub const TEKKEN: &str = "tekken.json";
+/// The other name of a vocabulary of tiktoken.
+pub const TIKTOKEN: &str = "tiktoken.model";
+/// A model of sentencepiece, or a vocabulary of tiktoken as Llama 3 has it.
+pub const TOKENIZER_MODEL: &str = "tokenizer.model";
+/// The vocabulary of the first Qwen models, in the format of tiktoken.
+pub const QWEN: &str = "qwen.tiktoken";
+
+/// The accepted names. The first one that exists describes the tokenizer, as in transformers, which
+/// takes the first name of the alphabet if a repository has no tokenizer.json.
+pub const VOCABULARIES: [&str; 5] = [TOKENIZER_JSON, TEKKEN, TIKTOKEN, TOKENIZER_MODEL, QWEN];
+
+/// Returns the name of the file that describes the tokenizer, if `exists` is true for any.
+pub fn vocabulary(exists: impl Fn(&str) -> bool) -> Option<&'static str> {
+    VOCABULARIES.into_iter().find(|name| exists(name))
+}
