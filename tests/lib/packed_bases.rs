@@ -208,6 +208,30 @@ fn floats_of_eight_bits() {
     gives(&compressed("float-quantized", block), &[codes(), scales], name, &[2.0, 8.0, 1.0, -4.0]);
 }
 
+/// Large enough for several tasks, from the start of a row and from its middle.
+#[test]
+fn threads_read_what_one_thread_does() {
+    let (rows, columns) = (700, 512);
+    let codes = (0..rows * columns).map(|i| FLOATS[(i % 4) ^ (i / columns % 3)]).collect::<Vec<u8>>();
+    let scales: Vec<f32> = (0..6 * 4).map(|i| 1.0 + i as f32).collect();
+    let tensors = [
+        ("x.weight", Dtype::F8_E4M3, vec![rows, columns], codes),
+        ("x.weight_scale_inv", Dtype::F32, vec![6, 4], f32s(&scales)),
+    ];
+    let folder = folder(&json!({"quant_method": "fp8", "weight_block_size": [128, 128]}), &tensors);
+    let files = ModelFiles::open(folder.path()).unwrap();
+    let value = |at: usize| {
+        let (row, column) = (at / columns, at % columns);
+        scales[row / 128 * 4 + column / 128] * [1.0, 2.0, 0.5, -1.0][(at % 4) ^ (row % 3)]
+    };
+    let n = rows * columns;
+    for (start, end) in [(0, n), (columns, n), (columns + 17, n - 33), (5, n)] {
+        let mut part = vec![0f32; end - start];
+        files.read_part("x.weight", start, &mut part).unwrap();
+        assert!(part.into_iter().eq((start..end).map(value)), "{start}, {end}");
+    }
+}
+
 #[test]
 fn whole_numbers_in_bytes() {
     let codes = ("x.weight", Dtype::I8, vec![2, 2], vec![1, 0xff, 0x80, 0x7f]);

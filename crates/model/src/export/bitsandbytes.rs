@@ -57,9 +57,9 @@ pub struct Report {
 /// `done` is called with the name of each written tensor.
 ///
 /// # Errors
-/// User: the model is already quantized by bitsandbytes, a name in `skip` matches no linear layer, a
-/// weight is NaN or infinite, `output` is not empty. Storage: the disk is full or fails; `output` is
-/// then removed.
+/// User: the model is already quantized by bitsandbytes, a name in `skip` matches no linear layer,
+/// a weight is NaN or infinite, `output` is not empty. Storage: the disk is full or fails; `output`
+/// is then removed.
 pub fn write_quantized(
     files: &ModelFiles,
     config: &ModelConfig,

@@ -57,8 +57,8 @@ impl ModelFiles {
     /// # Errors
     /// User: no weights, weights in another format (pickle, GGUF, an adapter), a malformed or
     /// truncated file, an index that does not match its shards or leads out of the folder, a
-    /// malformed config.json, a quantized tensor whose parts do not match each other or the settings
-    /// in config.json.
+    /// malformed config.json, a quantized tensor whose parts do not match each other or the
+    /// settings in config.json.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::open_folder(folder, None)?.with_names()?.recognised()
     }
