@@ -111,14 +111,16 @@ impl StoragePolicy<'_> {
 
     /// Returns the dtype of a frozen matrix if it differs from the compute dtype: bf16 if stored
     /// so. Beside a quantized base, tables always keep it: widening them would cost more memory
-    /// than quantizing saves.
+    /// than quantizing saves. A weight that is dequantized while it is read is not bf16.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
         let matrix = spec.role.is_matrix();
         let table = matrix && !matches!(spec.segment(), Segment::Block(_));
-        let stored = self.files?.info(&spec.name)?;
+        let files = self.files?;
+        let stored = files.info(&spec.name)?;
+        let plain = files.stored_format(&spec.name).is_none();
         let stays = matrix && self.narrow || table && self.format.is_some();
         // Rows beyond the stored ones are means, which need more digits.
-        let whole = stored.dtype == StoredDtype::BF16 && stored.shape == spec.shape;
+        let whole = plain && stored.dtype == StoredDtype::BF16 && stored.shape == spec.shape;
         (stays && whole).then_some(DType::BF16)
     }
 }

@@ -39,6 +39,7 @@ mod doctor;
 mod every_verb;
 mod export;
 mod generate;
+mod packed_bases;
 mod plan;
 mod quantize;
 mod train;

@@ -36,6 +36,7 @@ mod objective;
 mod offload;
 mod ops;
 mod optimizer_state;
+mod packed_bases;
 mod quant;
 mod recipe;
 mod rendezvous;

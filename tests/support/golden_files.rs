@@ -1,12 +1,13 @@
 //! Golden models and runs of all families. Those of the second set are in tests/golden/families, made
-//! by tests/golden/scripts/make_families.py.
+//! by tests/golden/scripts/make_families.py; those in packed formats are in tests/golden/qbases, made
+//! by make_qbases.py and trim_qbases.py there.
 
 use std::path::{Path, PathBuf};
 
 /// Returns the path of a file or folder of a golden model or run: `models/tiny-llama`.
 pub(crate) fn golden_of_family(path: &str) -> PathBuf {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    [golden.join(path), golden.join("families").join(path)]
+    [golden.join(path), golden.join("families").join(path), golden.join("qbases").join(path)]
         .into_iter()
         .find(|path| path.exists())
         .expect(path)

@@ -482,11 +482,11 @@ fn features_of_a_config_that_are_not_supported() {
       caused by: `hidden_act` is "xielu"
       caused by: accepted: silu, gelu_pytorch_tanh
     "#);
-    assert_snapshot!(no_run_with_config("quantization_config", json!({"quant_method": "gptq", "bits": 4})), @r#"
+    assert_snapshot!(no_run_with_config("quantization_config", json!({"quant_method": "aqlm", "bits": 4})), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
-      caused by: `quantization_config.quant_method` is "gptq"; accepted: "bitsandbytes"
+      caused by: `quantization_config.quant_method` is "aqlm"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors"
     hint: give the model that was not quantized
     "#);
     let rope = json!({"rope_type": "spiral", "factor": 2.0});

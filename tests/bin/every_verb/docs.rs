@@ -2,10 +2,11 @@
 //!
 //! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a
 //! block are its output. The commands of a page run one after another in one folder. The folder
-//! holds `MODEL` (a tiny llama), `ADAPTER` (made by PEFT), `ROWS.jsonl`, `TEST.jsonl` and each file
-//! that the page shows in a block marked with a language and a name. Commands that need the hub, a
-//! GPU or a launcher are only parsed, and their recipe is assembled, so that a wrong flag or key
-//! fails. For commands of other programs, the files of this repository that they name must exist.
+//! holds `MODEL` (a tiny llama), `MODEL-gptq`, `ADAPTER` (made by PEFT), `ROWS.jsonl`, `TEST.jsonl`
+//! and each file that the page shows in a block marked with a language and a name. Commands that
+//! need the hub, a GPU or a launcher are only parsed, and their recipe is assembled, so that a wrong
+//! flag or key fails. For commands of other programs, the files of this repository that they name
+//! must exist.
 
 use std::fs;
 use std::panic::resume_unwind;
@@ -124,6 +125,7 @@ fn place() -> Place {
     fs::rename(place.path("rows.jsonl"), place.path("ROWS.jsonl")).unwrap();
     fs::copy(place.path("ROWS.jsonl"), place.path("TEST.jsonl")).unwrap();
     copy_folder(&golden("train/lora/adapter_final"), &place.path("ADAPTER"));
+    copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &place.path("MODEL-gptq"));
     place
 }
 

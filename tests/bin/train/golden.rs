@@ -120,6 +120,15 @@ fn gated_deltanet_follows_transformers_and_peft() {
     }
 }
 
+/// Bases in FP8, and in 4 bits with groups by importance, across rows, and with zeros. The reference
+/// trains on the dequantized weights.
+#[test]
+fn lora_on_packed_bases_follows_peft() {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block"] {
+        follows(&format!("lora_{format}"));
+    }
+}
+
 /// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]

@@ -67,6 +67,13 @@ fn lora_on_other_families_follows_peft() {
 }
 
 #[test]
+fn lora_on_packed_bases_follows_peft() {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block"] {
+        follows(&format!("lora_{format}"), ON_2[2]);
+    }
+}
+
+#[test]
 fn lora_on_tables_and_token_rows_follows_peft() {
     for name in ["lora_tables", "lora_tables_tied", "lora_tokens", "lora_tokens_untied"] {
         two_rows_follow(name);

@@ -19,8 +19,13 @@ pub(crate) fn golden(path: &str) -> PathBuf {
 
 /// Returns the files of this name of every golden model.
 pub(crate) fn of_models(name: &str) -> Vec<Vec<u8>> {
+    of_folders("models", name)
+}
+
+/// Returns the files of this name of all folders below `place`.
+pub(crate) fn of_folders(place: &str, name: &str) -> Vec<Vec<u8>> {
     let mut folders: Vec<PathBuf> =
-        std::fs::read_dir(golden("models")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        std::fs::read_dir(golden(place)).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
     let files: Vec<Vec<u8>> =
         folders.iter().filter_map(|folder| std::fs::read(folder.join(name)).ok()).collect();
@@ -37,6 +42,13 @@ pub(crate) fn rows() -> Vec<Vec<u8>> {
             text.lines().take(3).collect::<Vec<_>>().join("\n").into_bytes()
         })
         .collect()
+}
+
+/// Returns a weights file with the tensors of one module.
+pub(crate) fn of_one_layer(file: &[u8]) -> Vec<u8> {
+    let tensors = safetensors::SafeTensors::deserialize(file).unwrap();
+    let kept = tensors.tensors().into_iter().filter(|(name, _)| name.contains("0.self_attn.k_proj"));
+    safetensors::serialize(kept, None).unwrap()
 }
 
 pub(crate) fn safetensors() -> Vec<u8> {

@@ -59,6 +59,39 @@ fn safetensors_headers() {
     });
 }
 
+/// Checkpoints in packed formats: codes, companions, and their labels.
+#[test]
+fn packed_weights() {
+    for model in ["tiny-gptq-4-g32-act", "tiny-awq-4-g32", "tiny-ct-int4-g32-asym", "tiny-fp8-block"] {
+        let file = |name: &str| std::fs::read(seeds::golden("qbases/models").join(model).join(name)).unwrap();
+        let config = [("config.json", file("config.json"))];
+        on_file(
+            "model.safetensors",
+            vec![seeds::of_one_layer(&file("model.safetensors"))],
+            400,
+            &config,
+            |path| {
+                let Ok(files) = ModelFiles::open(folder_of(path)) else { return };
+                for (name, info) in files.tensors() {
+                    // A header may claim rows without bytes.
+                    let mut values = vec![0.0; info.elements().min(1 << 20)];
+                    let _ = files.read_part(name, 0, &mut values);
+                }
+            },
+        );
+    }
+}
+
+/// Settings of packed formats.
+#[test]
+fn settings_of_packed_weights() {
+    let configs = seeds::of_folders("qbases/models", "config.json");
+    let weights = [("model.safetensors", seeds::safetensors())];
+    on_file("config.json", configs, 500, &weights, |path| {
+        drop(ModelFiles::open(folder_of(path)));
+    });
+}
+
 #[test]
 fn indexes() {
     let index = json!({

@@ -16,12 +16,12 @@ use super::hf::SHARD_BYTES;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
 use crate::quant::{self, BlockCodes, BlockFormat, FourBit, Int8Rows, NESTED_BLOCK};
-use crate::weights::readers::BITSANDBYTES;
+use crate::weights::readers::{BITSANDBYTES, QUANTIZATION_CONFIG};
 use crate::weights::sidecar_files;
-use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
+use crate::weights::sidecar_files::{ConfigChanges, QuantizationChange};
 use crate::weights::{
     AtomicDir, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM,
-    RandomAccessWriter, StoredDtype, WriteEntry,
+    RandomAccessWriter, StoredDtype, StoredElement as _, WriteEntry,
 };
 
 /// Number of elements (or bytes, if only copied) in memory at once, or one row if it is longer.
@@ -57,9 +57,9 @@ pub struct Report {
 /// `done` is called with the name of each written tensor.
 ///
 /// # Errors
-/// User: the model is already quantized, a name in `skip` matches no linear layer, a weight is NaN
-/// or infinite, `output` is not empty. Storage: the disk is full or fails; `output` is then
-/// removed.
+/// User: the model is already quantized by bitsandbytes, a name in `skip` matches no linear layer,
+/// a weight is NaN or infinite, `output` is not empty. Storage: the disk is full or fails; `output`
+/// is then removed.
 pub fn write_quantized(
     files: &ModelFiles,
     config: &ModelConfig,
@@ -122,6 +122,8 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
         let format = files.quantized_format(name)?;
         Some(format!("`{name}` is quantized to {}", format.scheme().name()))
     });
+    let is_packed = files.names().any(|name| files.stored_format(name).is_some());
+    let says_so = says_so && !is_packed;
     match found.or(says_so.then(|| format!("config.json has `{QUANTIZATION_CONFIG}`"))) {
         Some(cause) => Err(Error::user(format!("cannot quantize {}", files.folder().display()))
             .because(format!("it is quantized already: {cause}"))
@@ -243,10 +245,32 @@ impl SourceTensor<'_> {
         self.writer.write(&format!("{}{end}", self.name), 0, bytes)
     }
 
+    /// Writes the values as they are before quantization.
     fn copy(&mut self) -> Result<()> {
+        if self.files.stored_format(self.name).is_some() {
+            return self.dequantized();
+        }
         for (i, block) in self.files.bytes(self.name)?.chunks(PIECE).enumerate() {
             self.writer.write(self.name, (i * PIECE) as u64, block)?;
             self.files.discard(self.name);
+        }
+        Ok(())
+    }
+
+    fn dequantized(&mut self) -> Result<()> {
+        let info = self.files.require(self.name)?;
+        let (n, dtype) = (info.elements(), info.dtype);
+        let mut values = vec![0f32; PIECE.min(n)];
+        let mut bytes = Vec::new();
+        for start in (0..n).step_by(PIECE) {
+            let values = &mut values[..PIECE.min(n - start)];
+            self.files.read_part(self.name, start, values)?;
+            self.files.discard(self.name);
+            bytes.clear();
+            if !f32::encode(values, dtype, &mut bytes) {
+                return Err(Error::internal(format!("cannot write {} as {dtype}", self.name)));
+            }
+            self.writer.write(self.name, (start * dtype.size_bytes()) as u64, &bytes)?;
         }
         Ok(())
     }

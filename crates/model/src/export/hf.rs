@@ -134,7 +134,7 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64)
 
 fn copy_tensor(files: &ModelFiles, entry: &WriteEntry, sink: &mut TensorSink<'_>) -> Result<()> {
     let info = files.require(&entry.name)?;
-    if info.dtype == entry.dtype && files.quantized(&entry.name)?.is_none() {
+    if info.dtype == entry.dtype && files.stored_format(&entry.name).is_none() {
         for block in files.bytes(&entry.name)?.chunks(BLOCK) {
             sink.write_bytes(block)?;
             files.discard(&entry.name);

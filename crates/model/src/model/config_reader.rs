@@ -23,6 +23,11 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
+    /// Returns all keys.
+    pub(super) fn object(&self) -> &'a serde_json::Map<String, Value> {
+        self.object
+    }
+
     /// Returns the value of `key`; a null counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.object.get(key).filter(|value| !value.is_null())

@@ -17,6 +17,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::identity::combined;
+use super::stored_parts::StoredParts;
 use super::{ModelFiles, write_text};
 use crate::error::{Error, Result};
 use crate::runtime::thread_pool::in_own_pool;
@@ -81,7 +82,8 @@ fn whole(files: &ModelFiles) -> Result<blake3::Hash> {
     let key = |shard: usize, range: &Range<usize>| (shard, range.start, range.end);
     for (name, info) in files.tensors() {
         places.insert(key(info.shard, &info.range), name);
-        places.extend(files.quantized_runs(name).map(|place| (key(place.shard, &place.range), name)));
+        let parts = files.parts(name).into_iter().flat_map(StoredParts::places);
+        places.extend(parts.map(|place| (key(place.shard, &place.range), name)));
     }
     let mut hashes: BTreeMap<(usize, usize, usize), blake3::Hash> = BTreeMap::new();
     for (place, name) in places {
@@ -189,7 +191,8 @@ mod tests {
         let mut places: Vec<usize> = Vec::new();
         for (name, info) in files.tensors().step_by(5) {
             places.extend([info.range.start, (info.range.start + info.range.end) / 2, info.range.end - 1]);
-            places.extend(files.quantized_runs(name).map(|place| place.range.start));
+            let parts = files.parts(name).into_iter().flat_map(StoredParts::places);
+            places.extend(parts.map(|place| place.range.start));
         }
         assert!(places.len() > 12, "{places:?}");
         for at in places {

@@ -12,15 +12,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::clip;
-use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
+use super::quantized::QuantizedTensor;
+use super::readers::ModelReader;
 use super::shard::{RangeReader, Shard};
+use super::stored_parts::StoredParts;
+use super::tensor_info::ShardRange;
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, Stack, StoredElement, TensorInfo, header, index, readers,
-    tensor_names,
+    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, Stack, StoredElement, TensorInfo, header, index, packed,
+    sidecar_files, tensor_names,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
 use crate::stored_dtype;
+use crate::units;
 
 /// The most names that are compared with a missing one: a comparison takes the square of their
 /// lengths.
@@ -35,7 +39,8 @@ pub struct ModelFiles {
     place: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, TensorInfo>,
-    quantized: BTreeMap<String, QuantizedParts>,
+    /// The parts of tensors that are stored as several.
+    parts: BTreeMap<String, StoredParts>,
     indexed: bool,
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
@@ -52,7 +57,8 @@ impl ModelFiles {
     /// # Errors
     /// User: no weights, weights in another format (pickle, GGUF, an adapter), a malformed or
     /// truncated file, an index that does not match its shards or leads out of the folder, a
-    /// quantized tensor whose parts do not match each other.
+    /// malformed config.json, a quantized tensor whose parts do not match each other or the
+    /// settings in config.json.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::open_folder(folder, None)?.with_names()?.recognised()
     }
@@ -88,10 +94,22 @@ impl ModelFiles {
     }
 
     fn recognised(mut self) -> Result<Self> {
+        let place = &self.place;
+        let config = sidecar_files::config_if_any(place)?;
         let shards = &self.shards;
-        self.quantized = readers::recognise(&mut self.tensors, &|info| {
+        let reader = ModelReader::of(config.as_ref())
+            .during(|| format!("cannot read a model from {}", place.display()))?;
+        self.parts = reader.recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
+        let mut packed: BTreeMap<&str, usize> = BTreeMap::new();
+        for parts in self.parts.values().filter(|parts| matches!(parts, StoredParts::Packed(_))) {
+            *packed.entry(parts.name()).or_default() += 1;
+        }
+        for (format, count) in packed {
+            let count = units::exact(count, "weight");
+            self.notes.push(format!("{count} stored as {format}: dequantized while the model is read"));
+        }
         Ok(self)
     }
 
@@ -257,7 +275,7 @@ impl ModelFiles {
     pub(crate) fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
         let before = self.tensors.len();
         self.tensors.retain(|name, _| !unused(name));
-        self.quantized.retain(|name, _| !unused(name));
+        self.parts.retain(|name, _| !unused(name));
         before - self.tensors.len()
     }
 
@@ -279,7 +297,7 @@ impl ModelFiles {
                 info.shape, stack.shape
             )));
         }
-        if self.quantized.contains_key(&stack.name) {
+        if self.parts.contains_key(&stack.name) {
             return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned()));
         }
         let mut start = info.range.start;
@@ -334,13 +352,27 @@ impl ModelFiles {
     /// for an unknown name.
     pub fn stored_bytes(&self, name: &str) -> u64 {
         let plain = || self.info(name).map_or(0, |info| info.range.len() as u64);
-        self.quantized.get(name).map_or_else(plain, |parts| parts.bytes)
+        self.parts.get(name).map_or_else(plain, StoredParts::bytes)
     }
 
-    /// Returns the quantized format of a tensor, or `None` if it is not quantized or does not
-    /// exist.
+    /// Returns the quantized format that a run keeps of a tensor, or `None` if it is not quantized,
+    /// is dequantized while it is read, or does not exist.
     pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
-        self.quantized.get(name).map(|parts| parts.format)
+        match self.parts.get(name)? {
+            StoredParts::Quantized(parts) => Some(parts.format),
+            StoredParts::Packed(_) => None,
+        }
+    }
+
+    /// Returns the name of the quantized format in the files, or `None` if a tensor is stored plain
+    /// or does not exist.
+    pub fn stored_format(&self, name: &str) -> Option<&'static str> {
+        self.parts.get(name).map(StoredParts::name)
+    }
+
+    /// Returns the parts of a tensor that is stored as several.
+    pub(super) fn parts(&self, name: &str) -> Option<&StoredParts> {
+        self.parts.get(name)
     }
 
     /// Returns whether values are absent because of some files only the headers were read
@@ -356,17 +388,12 @@ impl ModelFiles {
     /// Internal: only the header of a file was read. The parts were checked when the files were
     /// opened.
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
-        let Some((info, parts)) = self.info(name).zip(self.quantized.get(name)) else { return Ok(None) };
+        let Some((info, StoredParts::Quantized(parts))) = self.info(name).zip(self.parts.get(name)) else {
+            return Ok(None);
+        };
         let codes = self.stored(name, info.shard, &info.range)?;
         let place = |place: &ShardRange| self.stored(name, place.shard, &place.range);
         QuantizedTensor::new(parts, codes, place).map(Some)
-    }
-
-    /// Returns the positions of a quantized tensor's runs beside its codes. With double
-    /// quantization: the codes of the scales, then their scales; without: the scales. Empty for
-    /// other tensors.
-    pub(super) fn quantized_runs(&self, name: &str) -> impl Iterator<Item = &ShardRange> {
-        self.quantized.get(name).into_iter().flat_map(|parts| parts.runs.iter().map(|(_, place)| place))
     }
 
     /// Returns bytes of a file, for tensor `name`.
@@ -403,13 +430,9 @@ impl ModelFiles {
     /// places.
     pub fn bytes(&self, name: &str) -> Result<&[u8]> {
         let info = self.require(name)?;
-        if let Some(parts) = self.quantized.get(name) {
+        if let Some(format) = self.stored_format(name) {
             return Err(Error::user(format!("cannot copy tensor `{}` as it is stored", clip(name)))
-                .because(format!(
-                    "{} holds it quantized to {}",
-                    info.file.display(),
-                    parts.format.scheme().name()
-                ))
+                .because(format!("{} holds it quantized to {format}", info.file.display()))
                 .hint("give the unquantized model"));
         }
         self.stored(name, info.shard, &info.range)
@@ -430,8 +453,8 @@ impl ModelFiles {
     }
 
     /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`. Those of a
-    /// quantized tensor are the values of its codes times their scales in f32, not rounded to the
-    /// type before quantization.
+    /// quantized tensor are computed from codes and scales in f32, not rounded to the type before
+    /// quantization.
     ///
     /// # Errors
     /// The same as for [`ModelFiles::read_into`]; internal: the part is not inside the tensor.
@@ -447,6 +470,12 @@ impl ModelFiles {
         if let Some(quantized) = self.quantized(name)? {
             stored_dtype::fill(out, |at, values| quantized.dequantize(start + at, values));
             return Ok(());
+        }
+        if let Some(StoredParts::Packed(parts)) = self.parts.get(name) {
+            let codes = self.stored(name, info.shard, &info.range)?;
+            let tensor = parts.tensor(codes, |place| self.stored(name, place.shard, &place.range))?;
+            packed::read(&tensor, start, out);
+            return self.shards[info.shard].check_length();
         }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
@@ -472,10 +501,12 @@ impl ModelFiles {
     /// or the disk. Does nothing for unknown names.
     pub fn discard(&self, name: &str) {
         let Some(info) = self.tensors.get(name) else { return };
-        if info.range.is_empty() {
-            return;
+        let places = self.parts(name).into_iter().flat_map(StoredParts::places);
+        let places = places.map(|place| (place.shard, &place.range));
+        for (shard, range) in places.chain([(info.shard, &info.range)]).filter(|(_, range)| !range.is_empty())
+        {
+            self.discard_range(shard, range);
         }
-        self.discard_range(info.shard, &info.range);
     }
 
     /// Works like [`ModelFiles::discard`] for some bytes of a file.

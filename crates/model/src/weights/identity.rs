@@ -250,10 +250,9 @@ pub(super) fn combined(
         text(&mut hasher, name);
         text(&mut hasher, &format!("{} {:?}", info.dtype, info.shape));
         hasher.update(&bytes(stored, info)?);
-        if let Some(quantized) = files.quantized(stored)? {
-            let (format, offset) = (quantized.format(), quantized.offset().to_bits());
-            text(&mut hasher, &format!("{} {offset}", format.scheme().fingerprint()));
-            for place in files.quantized_runs(stored) {
+        if let Some(parts) = files.parts(stored) {
+            text(&mut hasher, &parts.fingerprint());
+            for place in parts.places() {
                 hasher.update(&content(stored, place.shard, &place.range)?);
             }
         }

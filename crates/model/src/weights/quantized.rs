@@ -3,17 +3,9 @@
 //! Codes and scales are borrowed from the memory map, which is unaligned, so f32 scales are copied
 //! for each use. `readers` defines the names of the runs in files and checks that they match.
 
-use std::ops::Range;
-
+use super::tensor_info::ShardRange;
 use crate::error::Result;
 use crate::quant::{QuantFormat, QuantTensor, QuantViewMut, RunDtype, RunMeaning, RunsView};
-
-/// A range of bytes of a file.
-#[derive(Debug, Clone)]
-pub(super) struct ShardRange {
-    pub(super) shard: usize,
-    pub(super) range: Range<usize>,
-}
 
 /// The data of a quantized tensor besides its entry in the list of tensors, which has the position
 /// of its codes.

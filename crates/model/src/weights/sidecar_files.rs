@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::readers::QUANTIZATION_CONFIG;
 use super::text_config::text_part;
 use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
 use crate::error::input_file;
@@ -41,9 +42,6 @@ pub const TEMPLATE_FILE: &str = "chat_template.jinja";
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
 /// The settings of a tokenizer, which may also hold its chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-
-/// The key of config.json with the quantization of weights.
-pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// The change of `QUANTIZATION_CONFIG`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -108,6 +106,14 @@ pub(crate) fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     let config: Map<String, Value> = serde_json::from_slice(&text)
         .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
     Ok(text_part(&config).map_or(config, |(text, _)| text))
+}
+
+/// Works like [`read_config`] for a folder that may have no config.json.
+///
+/// # Errors
+/// User: the file cannot be read or is not a JSON object.
+pub(super) fn config_if_any(folder: &Path) -> Result<Option<Map<String, Value>>> {
+    facts(&folder.join(CONFIG_FILE))?.map(|_| read_config(folder)).transpose()
 }
 
 /// A tokenizer as a run used it: its folder, and files with other contents than there.

@@ -76,7 +76,7 @@ pub struct Summary {
     pub total: Tally,
     /// Tensors by dtype, without quantized ones.
     pub dtypes: BTreeMap<StoredDtype, Tally>,
-    /// Quantized tensors, by the name of their codes.
+    /// Quantized tensors, by the name of their format.
     pub quantized: BTreeMap<&'static str, Tally>,
     /// Tensors by part of the model.
     pub groups: BTreeMap<TensorGroup, Tally>,
@@ -104,8 +104,8 @@ pub fn summary_of(files: &ModelFiles) -> Result<Summary> {
     for (name, info) in files.tensors() {
         let (elements, bytes) = (info.elements() as u64, files.stored_bytes(name));
         total.add(elements, bytes);
-        match files.quantized_format(name) {
-            Some(format) => quantized.entry(format.scheme().name()).or_insert_with(Tally::default),
+        match files.stored_format(name) {
+            Some(format) => quantized.entry(format).or_insert_with(Tally::default),
             None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
         }
         .add(elements, bytes);

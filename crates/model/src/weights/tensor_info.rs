@@ -28,3 +28,10 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 }
+
+/// A range of bytes of a file.
+#[derive(Debug, Clone)]
+pub(super) struct ShardRange {
+    pub(super) shard: usize,
+    pub(super) range: Range<usize>,
+}

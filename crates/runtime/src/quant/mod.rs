@@ -4,13 +4,15 @@
 //!
 //! A format is a file in `schemes` that implements [`QuantScheme`], and a variant of
 //! [`QuantFormat`], which names the format of a tensor. This module has only slices and arithmetic:
-//! `weights` defines the names in files, `ops` the products with codes.
+//! `weights` defines the names in files, `ops` the products with codes. `packed` decodes formats of
+//! other tools, which no run keeps in memory.
 
 mod codes;
 mod element;
 mod format;
 mod magnitude;
 mod nested;
+mod packed;
 mod runs;
 mod scheme;
 mod schemes;
@@ -21,6 +23,7 @@ pub use element::DequantizedElement;
 pub use format::QuantFormat;
 pub use magnitude::first_not_finite;
 pub use nested::{NESTED_BLOCK, block_scales, nest};
+pub use packed::{CodeLayout, PackedFormat, PackedTensor, ScaleDtype};
 pub use runs::{QuantMemory, QuantRun, RunDtype, RunMeaning, RunsView, RunsViewMut};
 pub use scheme::{PanelKernel, ProductHint, QuantScheme, ReadValues};
 pub use schemes::{BlockCodes, BlockFormat, FourBit, Int8, Int8Rows};

@@ -300,7 +300,7 @@ impl<'a> MergePlan<'a> {
         let ValueSource::Base(name) = out.source else { return Ok(None) };
         let info = self.base.require(name)?;
         let same = info.dtype == out.entry.dtype && info.shape == out.entry.shape;
-        let plain = same && self.base.quantized(name)?.is_none();
+        let plain = same && self.base.stored_format(name).is_none();
         Ok((plain && out.format.is_none() && !out.is_changed()).then_some(name))
     }
 }

@@ -119,8 +119,8 @@ impl ModelConfig {
 fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refusals::refuse_unsupported(keys)?;
-    if let Some(config) = keys.opt_keys("quantization_config")? {
-        readers::refuse_unknown(config.opt_str("quant_method")?, &|key| config.mentions(key))?;
+    if let Some(settings) = keys.opt_keys("quantization_config")? {
+        readers::refuse_unknown(settings.object())?;
     }
     let sizes = ModelSizes::read(keys, family.head_dim)?;
     let parts = (family.compose)(keys, &sizes)?;

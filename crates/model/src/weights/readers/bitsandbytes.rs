@@ -8,10 +8,13 @@
 
 use serde::Deserialize;
 
-use super::reader::{CheckpointReader, StoredWeight};
+use super::reader::{CheckpointFormat, ReadWeight, Settings, StoredWeight};
+use crate::error;
 use crate::quant::{self, BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, RunMeaning};
 use crate::weights::header::clip;
-use crate::weights::quantized::{QuantizedParts, ShardRange, read_f32};
+use crate::weights::quantized::{QuantizedParts, read_f32};
+use crate::weights::stored_parts::StoredParts;
+use crate::weights::tensor_info::ShardRange;
 use crate::weights::{StoredDtype, TensorInfo};
 
 /// `quant_method` in config.json.
@@ -43,14 +46,14 @@ struct BnbState {
 /// The reader of bitsandbytes' checkpoints.
 pub(super) struct Bitsandbytes;
 
-impl CheckpointReader for Bitsandbytes {
+impl CheckpointFormat for Bitsandbytes {
     fn method(&self) -> &'static str {
         METHOD
     }
 
     /// The first configurations do not name the method.
-    fn reads_unnamed(&self, has: &dyn Fn(&str) -> bool) -> bool {
-        has("load_in_4bit") || has("load_in_8bit")
+    fn reads_unnamed(&self, settings: &Settings) -> bool {
+        ["load_in_4bit", "load_in_8bit"].iter().any(|key| settings.contains_key(*key))
     }
 
     fn owner(&self, name: &str) -> Option<String> {
@@ -73,14 +76,20 @@ impl CheckpointReader for Bitsandbytes {
             || [QUANT_MAP, NESTED_QUANT_MAP, ROW_LAYOUT].iter().any(|end| name.ends_with(end))
     }
 
-    fn read(&self, weight: &StoredWeight<'_, '_>) -> Result<(TensorInfo, QuantizedParts), String> {
-        match (weight.of_module(ROW_SCALES), weight.of_module(ROW_LAYOUT)) {
-            (Some(scales), layout) => read_rows(weight, scales, layout),
-            (None, Some(_)) => {
-                Err("it has weight_format, but SCB, the scales of its rows, is missing".into())
-            }
-            (None, None) => read_four_bits(weight),
-        }
+    fn hint(&self) -> &'static str {
+        "quantize the model again: `finetune quantize --model ORIGINAL --kind nf4 --output NEW`"
+    }
+
+    fn reader(&self, _: &Settings) -> error::Result<ReadWeight> {
+        Ok(Box::new(|weight| read(weight).map(|(info, parts)| (info, StoredParts::Quantized(parts)))))
+    }
+}
+
+fn read(weight: &StoredWeight<'_, '_>) -> Result<(TensorInfo, QuantizedParts), String> {
+    match (weight.of_module(ROW_SCALES), weight.of_module(ROW_LAYOUT)) {
+        (Some(scales), layout) => read_rows(weight, scales, layout),
+        (None, Some(_)) => Err("it has weight_format, but SCB, the scales of its rows, is missing".into()),
+        (None, None) => read_four_bits(weight),
     }
 }
 

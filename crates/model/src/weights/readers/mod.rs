@@ -1,75 +1,131 @@
 //! Checkpoints with quantized tensors, one reader for each format.
 //!
 //! Such a checkpoint stores a weight as several tensors: its codes, and companions such as scales.
-//! [`recognise`] removes the companions from the list of tensors and gives each weight its shape
+//! [`ModelReader`] removes the companions from the list of tensors and gives each weight its shape
 //! and type before quantization, so that the checkpoint reads like any other. Everything but codes
 //! and scales is checked when the files are opened: a mislabelled part would silently give wrong
 //! numbers.
+//!
+//! Several formats have companions of the same names, so `quantization_config` of config.json
+//! selects the reader. Weights are stored plain or quantized as their own tensors show: lists of
+//! excluded modules (`ignore`, `modules_to_not_convert`) are not read.
 
+mod awq;
 mod bitsandbytes;
+mod compressed_tensors;
+mod fp8;
+mod gptq;
 mod reader;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::TensorInfo;
-use super::quantized::QuantizedParts;
+use serde_json::{Map, Value};
+
+use super::stored_parts::StoredParts;
+use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
 pub(crate) use bitsandbytes::METHOD as BITSANDBYTES;
-use reader::{CheckpointReader, StoredWeight, Tensors};
+use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 
-/// All readers; the only registry.
-static READERS: [&dyn CheckpointReader; 1] = [&bitsandbytes::Bitsandbytes];
+/// The key of config.json with the quantization of weights.
+pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
+
+/// All formats; the only registry.
+static FORMATS: [&dyn CheckpointFormat; 5] =
+    [&bitsandbytes::Bitsandbytes, &fp8::Fp8, &gptq::Gptq, &awq::Awq, &compressed_tensors::CompressedTensors];
 
 /// Returns whether a tensor of this name belongs to the quantized weight of another.
 pub(super) fn is_companion(name: &str) -> bool {
-    READERS.iter().any(|reader| reader.owner(name).is_some())
+    FORMATS.iter().any(|format| format.owner(name).is_some())
 }
 
-/// Returns whether [`recognise`] reads the values of a tensor of this name.
+/// Returns whether [`ModelReader`] reads the values of a tensor of this name.
 pub(super) fn is_label(name: &str) -> bool {
-    READERS.iter().any(|reader| reader.is_label(name))
+    FORMATS.iter().any(|format| format.is_label(name))
 }
 
-/// Removes the companions from `tensors` and gives quantized weights their own shapes and types;
-/// `bytes` reads a tensor.
-///
-/// # Errors
-/// User: a companion is missing, malformed, or does not match the codes.
-pub(super) fn recognise<'a>(
-    tensors: &mut Tensors,
-    bytes: &dyn Fn(&TensorInfo) -> &'a [u8],
-) -> Result<BTreeMap<String, QuantizedParts>> {
-    let mut quantized = BTreeMap::new();
-    for reader in READERS {
-        let weights: BTreeSet<String> = tensors.keys().filter_map(|name| reader.owner(name)).collect();
-        for name in weights {
-            let weight = StoredWeight { tensors, name: &name, bytes };
-            let read = reader.read(&weight).map_err(|cause| weight.malformed(reader.method(), &cause));
-            let (info, parts) = read?;
-            tensors.insert(name.clone(), info);
-            quantized.insert(name, parts);
-        }
-        tensors.retain(|name, _| reader.owner(name).is_none());
+/// The reader of a model's checkpoint.
+pub(super) struct ModelReader {
+    format: &'static dyn CheckpointFormat,
+    read: ReadWeight,
+    /// The type of the weights in config.json.
+    dtype: Option<StoredDtype>,
+}
+
+impl ModelReader {
+    /// Selects the reader by `config`: config.json, if the model has one.
+    ///
+    /// # Errors
+    /// User: a setting in `config` is not supported.
+    pub(super) fn of(config: Option<&Map<String, Value>>) -> Result<Self> {
+        let none = Map::new();
+        let settings = config.and_then(|config| config.get(QUANTIZATION_CONFIG)).and_then(Value::as_object);
+        // The names of bitsandbytes are its own. A model in an unknown format is only described.
+        let format = settings.and_then(format_of).unwrap_or(&bitsandbytes::Bitsandbytes);
+        let read = format.reader(settings.unwrap_or(&none))?;
+        Ok(ModelReader { format, read, dtype: config.and_then(dtype_of) })
     }
-    Ok(quantized)
+
+    /// Removes the companions from `tensors` and gives quantized weights their own shapes and
+    /// types; `bytes` reads a tensor.
+    ///
+    /// # Errors
+    /// User: a companion is missing, malformed, or does not match the codes.
+    pub(super) fn recognise<'a>(
+        &self,
+        tensors: &mut Tensors,
+        bytes: &dyn Fn(&TensorInfo) -> &'a [u8],
+    ) -> Result<BTreeMap<String, StoredParts>> {
+        let ModelReader { format, read, dtype } = self;
+        // The weights, with the bytes of all tensors that belong to them.
+        let mut weights: BTreeMap<String, u64> = BTreeMap::new();
+        for (name, info) in tensors.iter() {
+            let codes = name.ends_with(".weight") && format.is_codes(info.dtype);
+            if let Some(weight) = format.owner(name).or_else(|| codes.then(|| name.clone())) {
+                *weights.entry(weight).or_default() += info.range.len() as u64;
+            }
+        }
+        let mut all = BTreeMap::new();
+        for (name, stored_bytes) in weights {
+            let weight = StoredWeight { tensors, name: &name, dtype: *dtype, stored_bytes, bytes };
+            let (info, parts) = read(&weight).map_err(|cause| weight.malformed(*format, &cause))?;
+            tensors.insert(name.clone(), info);
+            all.insert(name, parts);
+        }
+        tensors.retain(|name, _| format.owner(name).is_none());
+        Ok(all)
+    }
 }
 
-/// Refuses a model whose `quantization_config` names a format without a reader. `method` is its
-/// `quant_method`; `has` returns whether it has a key.
+/// Refuses a model whose `quantization_config` names a format without a reader, or has a setting
+/// that the reader does not support.
 ///
 /// # Errors
 /// User: no reader reads the format.
-pub(crate) fn refuse_unknown(method: Option<&str>, has: &dyn Fn(&str) -> bool) -> Result<()> {
-    let reads = |reader: &&dyn CheckpointReader| match method {
-        Some(method) => method == reader.method(),
-        None => reader.reads_unnamed(has),
-    };
-    if READERS.iter().any(reads) {
-        return Ok(());
+pub(crate) fn refuse_unknown(settings: &Map<String, Value>) -> Result<()> {
+    if let Some(format) = format_of(settings) {
+        return format.reader(settings).map(drop);
     }
-    let method = method.map_or("missing".into(), |method| format!("\"{method}\""));
-    let accepted = READERS.map(|reader| format!("\"{}\"", reader.method())).join(", ");
+    let method = settings.get("quant_method").filter(|method| !method.is_null());
+    let method = method.map_or("missing".into(), Value::to_string);
+    let accepted = FORMATS.map(|format| format!("\"{}\"", format.method())).join(", ");
     Err(Error::user("the model is quantized in a format that this program does not read")
         .because(format!("`quantization_config.quant_method` is {method}; accepted: {accepted}"))
         .hint("give the model that was not quantized"))
+}
+
+/// Returns the format that the settings name.
+fn format_of(settings: &Map<String, Value>) -> Option<&'static dyn CheckpointFormat> {
+    let method = settings.get("quant_method").filter(|method| !method.is_null());
+    let named = |format: &&dyn CheckpointFormat| match method {
+        Some(method) => method.as_str() == Some(format.method()),
+        None => format.reads_unnamed(settings),
+    };
+    FORMATS.into_iter().find(named)
+}
+
+/// Returns the type of the weights before quantization.
+fn dtype_of(config: &Map<String, Value>) -> Option<StoredDtype> {
+    let name = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(*key)?.as_str())?;
+    StoredDtype::ALL.into_iter().find(|dtype| dtype.config_name() == Some(name))
 }

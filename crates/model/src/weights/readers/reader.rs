@@ -1,34 +1,85 @@
-//! The interface of a reader of quantized checkpoints.
+//! The interface of a reader of quantized checkpoints, and the checks that all readers share.
 
 use std::collections::BTreeMap;
 
-use crate::error::Error;
-use crate::weights::TensorInfo;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::quant::{PackedFormat, ScaleDtype};
 use crate::weights::header::clip;
-use crate::weights::quantized::QuantizedParts;
+use crate::weights::packed::PackedParts;
+use crate::weights::stored_parts::StoredParts;
+use crate::weights::tensor_info::ShardRange;
+use crate::weights::{StoredDtype, TensorInfo};
 
 /// Tensors by name.
 pub(in crate::weights) type Tensors = BTreeMap<String, TensorInfo>;
 
-/// A reader of one format of quantized checkpoints.
-pub(super) trait CheckpointReader: Sync {
+/// A `quantization_config` of config.json.
+pub(super) type Settings = Map<String, Value>;
+
+/// A function that checks a weight with its companions. Returns its entry, as before quantization
+/// but with the position of its codes, and the positions of its other parts; or the cause of a
+/// refusal.
+pub(super) type ReadWeight = Box<dyn Fn(&StoredWeight<'_, '_>) -> Result<(TensorInfo, StoredParts), String>>;
+
+/// One format of quantized checkpoints.
+pub(super) trait CheckpointFormat: Sync {
     /// Returns the `quant_method` in config.json.
     fn method(&self) -> &'static str;
 
-    /// Returns whether a `quantization_config` without a method, which has the keys that `has`
-    /// accepts, belongs to this format.
-    fn reads_unnamed(&self, has: &dyn Fn(&str) -> bool) -> bool;
+    /// Returns whether settings without a method belong to this format.
+    fn reads_unnamed(&self, _settings: &Settings) -> bool {
+        false
+    }
 
     /// Returns the weight of which a tensor of this name would be a companion.
     fn owner(&self, name: &str) -> Option<String>;
 
-    /// Returns whether [`CheckpointReader::read`] reads the values of a tensor of this name. They
-    /// are fetched even if a plan reads only the headers of a model.
-    fn is_label(&self, name: &str) -> bool;
+    /// Returns whether a reader reads the values of a tensor of this name. They are fetched even if
+    /// a plan reads only the headers of a model.
+    fn is_label(&self, _name: &str) -> bool {
+        false
+    }
 
-    /// Checks a weight with its companions. Returns its entry, as before quantization but with the
-    /// position of its codes, and the positions of its other runs; or the cause of a refusal.
-    fn read(&self, weight: &StoredWeight<'_, '_>) -> Result<(TensorInfo, QuantizedParts), String>;
+    /// Returns whether a weight of this type is quantized even if it has no companion.
+    fn is_codes(&self, _dtype: StoredDtype) -> bool {
+        false
+    }
+
+    /// Returns the advice for a weight that cannot be read.
+    fn hint(&self) -> &'static str {
+        "download the model again, or give the model that was not quantized"
+    }
+
+    /// Returns the reader for these settings.
+    ///
+    /// # Errors
+    /// User: a setting is malformed or not supported.
+    fn reader(&self, settings: &Settings) -> Result<ReadWeight>;
+}
+
+/// Reads the first of `keys` that is present, or null.
+///
+/// # Errors
+/// User: it has another type; the error lists the `accepted` values.
+pub(super) fn setting<T: DeserializeOwned>(settings: &Settings, keys: &[&str], accepted: &str) -> Result<T> {
+    let present = keys.iter().find_map(|key| Some((*key, settings.get(*key)?)));
+    let (key, value) = present.unwrap_or((keys[0], &Value::Null));
+    T::deserialize(value).map_err(|_| refused(key, value, accepted))
+}
+
+/// Returns the error for a setting that no reader supports.
+pub(super) fn refused(key: &str, found: impl std::fmt::Display, accepted: &str) -> Error {
+    Error::user("the model is quantized in a way that this program does not read")
+        .because(format!("`quantization_config.{key}` is {found}; accepted: {accepted}"))
+        .hint("give the model that was not quantized")
+}
+
+/// Returns the weight of the module before one of `ends` in `name`.
+pub(super) fn weight_before(ends: &[&str], name: &str) -> Option<String> {
+    ends.iter().find_map(|end| name.strip_suffix(end)).map(|module| format!("{module}.weight"))
 }
 
 /// A quantized weight among the tensors of a checkpoint.
@@ -37,6 +88,10 @@ pub(super) struct StoredWeight<'w, 'a> {
     pub(super) tensors: &'w Tensors,
     /// The name of the weight.
     pub(super) name: &'w str,
+    /// The type in config.json.
+    pub(super) dtype: Option<StoredDtype>,
+    /// Bytes of all tensors that belong to it.
+    pub(super) stored_bytes: u64,
     /// Reads a tensor.
     pub(super) bytes: &'w dyn Fn(&TensorInfo) -> &'a [u8],
 }
@@ -57,17 +112,114 @@ impl StoredWeight<'_, '_> {
         self.tensors.get(&format!("{}{end}", self.module()))
     }
 
+    /// Returns the companion that is named by the module and `end`, which the format requires.
+    pub(super) fn required(&self, end: &str) -> Result<&TensorInfo, String> {
+        self.of_module(end).ok_or_else(|| format!("{} is missing", &end[1..]))
+    }
+
+    /// Returns the words of codes, which are named by the module and `end`.
+    pub(super) fn words(&self, end: &str) -> Result<&TensorInfo, String> {
+        if self.tensors.contains_key(self.name) {
+            return Err(format!("it is stored twice, as weight and as {}", &end[1..]));
+        }
+        let words = self.required(end)?;
+        expect(&end[1..], words, StoredDtype::I32, None)?;
+        Ok(words)
+    }
+
     /// Returns the tensor under the weight's own name.
     pub(super) fn codes(&self) -> Result<&TensorInfo, String> {
         self.tensors.get(self.name).ok_or_else(|| "its codes are missing".into())
     }
 
+    /// Checks that the companion `end` names one of `groups` for each of `columns`, unless its
+    /// values are not available.
+    pub(super) fn check_groups(
+        &self,
+        end: &str,
+        info: &TensorInfo,
+        [columns, groups]: [usize; 2],
+    ) -> Result<(), String> {
+        let name = &end[1..];
+        expect(name, info, StoredDtype::I32, Some(&[columns]))?;
+        let (words, _) = (self.bytes)(info).as_chunks::<4>();
+        let indices = words.iter().map(|word| i32::from_le_bytes(*word));
+        let in_range = |index: i32| usize::try_from(index).is_ok_and(|index| index < groups);
+        match indices.enumerate().find(|(_, index)| !in_range(*index)) {
+            Some((column, index)) => Err(format!(
+                "{name} gives column {column} the group {index}; accepted: 0 to {}",
+                groups.saturating_sub(1)
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns a weight that is decoded while it is read: codes, scales, and the companions with
+    /// zeros and with the groups of columns.
+    pub(super) fn packed(
+        &self,
+        name: &'static str,
+        format: PackedFormat,
+        codes: &TensorInfo,
+        [scales, zeros, groups]: [Option<&TensorInfo>; 3],
+    ) -> Result<(TensorInfo, StoredParts), String> {
+        let scales = scales.ok_or("its scales are missing")?;
+        let place = |info: &TensorInfo| ShardRange { shard: info.shard, range: info.range.clone() };
+        let by_scales = if scales.dtype == StoredDtype::F16 { StoredDtype::F16 } else { StoredDtype::BF16 };
+        let info = TensorInfo {
+            dtype: self.dtype.unwrap_or(by_scales),
+            shape: vec![format.rows, format.columns],
+            ..codes.clone()
+        };
+        let parts = PackedParts {
+            name,
+            format,
+            scales: place(scales),
+            zeros: zeros.map(place),
+            groups: groups.map(place),
+            bytes: self.stored_bytes,
+        };
+        Ok((info, StoredParts::Packed(parts)))
+    }
+
     /// Returns the error for a weight that cannot be read.
-    pub(super) fn malformed(&self, method: &str, cause: &str) -> Error {
+    pub(super) fn malformed(&self, format: &dyn CheckpointFormat, cause: &str) -> Error {
         let any = self.tensors.iter().find(|(name, _)| name.starts_with(self.module()));
         let file = any.map(|(_, info)| info.file.display().to_string()).unwrap_or_default();
+        let (name, method) = (clip(self.name), format.method());
         Error::user(format!("cannot read weights {file}"))
-            .because(format!("tensor `{}`, quantized by {method}: {cause}", clip(self.name)))
-            .hint("quantize the model again: `finetune quantize --model ORIGINAL --kind nf4 --output NEW`")
+            .because(format!("tensor `{name}`, quantized by {method}: {cause}"))
+            .hint(format.hint())
+    }
+}
+
+/// Checks type and shape of the companion `name`; `shape` of `None` accepts any matrix.
+pub(super) fn expect(
+    name: &str,
+    info: &TensorInfo,
+    dtype: StoredDtype,
+    shape: Option<&[usize]>,
+) -> Result<(), String> {
+    if info.dtype != dtype {
+        return Err(format!("{name} has dtype {}; accepted: {dtype}", info.dtype));
+    }
+    match shape {
+        Some(shape) if info.shape != shape => {
+            Err(format!("{name} has shape {:?}; accepted: {shape:?}", info.shape))
+        }
+        None if info.shape.len() != 2 => {
+            Err(format!("{name} has shape {:?}; accepted: two dimensions", info.shape))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the type of the scales `name`.
+pub(super) fn scale_dtype(name: &str, info: &TensorInfo) -> Result<ScaleDtype, String> {
+    match info.dtype {
+        StoredDtype::F32 => Ok(ScaleDtype::F32),
+        StoredDtype::F16 => Ok(ScaleDtype::F16),
+        StoredDtype::BF16 => Ok(ScaleDtype::BF16),
+        other => Err(format!("{name} has dtype {other}; accepted: F32, F16, BF16")),
     }
 }

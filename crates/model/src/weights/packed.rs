@@ -1,0 +1,90 @@
+//! A weight that another tool packed: the positions of its parts, and its values while they are
+//! read. `readers` defines the names of the parts in files and checks that they match.
+
+use rayon::prelude::*;
+
+use super::StoredElement;
+use super::tensor_info::ShardRange;
+use crate::error::Result;
+use crate::quant::{PackedFormat, PackedTensor};
+
+/// The least number of rows that are decoded at once: GPTQ and AWQ store neighbouring rows side by
+/// side.
+const ROWS: usize = 32;
+/// The least number of values that are decoded at once.
+const VALUES: usize = 1 << 16;
+
+/// The data of a packed weight besides its entry in the list of tensors, which has the position of
+/// its codes.
+#[derive(Debug, Clone)]
+pub(super) struct PackedParts {
+    /// The format in messages, such as "gptq int4".
+    pub(super) name: &'static str,
+    pub(super) format: PackedFormat,
+    pub(super) scales: ShardRange,
+    pub(super) zeros: Option<ShardRange>,
+    pub(super) groups: Option<ShardRange>,
+    /// Bytes of codes and companions.
+    pub(super) bytes: u64,
+}
+
+impl PackedParts {
+    /// Returns the positions of the parts beside the codes.
+    pub(super) fn places(&self) -> impl Iterator<Item = &ShardRange> {
+        [Some(&self.scales), self.zeros.as_ref(), self.groups.as_ref()].into_iter().flatten()
+    }
+
+    /// Returns text that differs between any two formats of equal shape. The identity of a model
+    /// includes it, so it never changes.
+    pub(super) fn fingerprint(&self) -> String {
+        let PackedFormat { row_block, column_block, zero_offset, .. } = self.format;
+        format!("{} {row_block} {column_block} {zero_offset}", self.name)
+    }
+
+    /// Returns the tensor; `bytes` reads a range.
+    pub(super) fn tensor<'a>(
+        &self,
+        codes: &'a [u8],
+        bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
+    ) -> Result<PackedTensor<'a>> {
+        let optional = |place: &Option<ShardRange>| place.as_ref().map(&bytes).transpose();
+        Ok(PackedTensor {
+            format: self.format,
+            codes,
+            scales: bytes(&self.scales)?,
+            zeros: optional(&self.zeros)?,
+            groups: optional(&self.groups)?,
+        })
+    }
+}
+
+/// Decodes the values from `start` on, on all threads, each rounded once.
+pub(super) fn read<T: StoredElement>(tensor: &PackedTensor<'_>, start: usize, out: &mut [T]) {
+    let width = tensor.format.columns.max(1);
+    let decode = |start: usize, out: &mut [T]| {
+        let mut values = vec![0f32; out.len()];
+        decode_from(tensor, start, &mut values);
+        T::round(&values, out);
+    };
+    // The rest of the first row, then whole rows.
+    let first = ((width - start % width) % width).min(out.len());
+    let (head, rows) = out.split_at_mut(first);
+    if !head.is_empty() {
+        decode(start, head);
+    }
+    let task = ROWS.max(VALUES / width) * width;
+    rows.par_chunks_mut(task).enumerate().for_each(|(i, out)| decode(start + first + i * task, out));
+}
+
+/// Decodes the values from `start` on: within a row, or from the start of a row.
+fn decode_from(tensor: &PackedTensor<'_>, start: usize, out: &mut [f32]) {
+    let width = tensor.format.columns.max(1);
+    let (row, column) = (start / width, start % width);
+    if column + out.len() <= width {
+        return tensor.decode(row..row + 1, column..column + out.len(), out);
+    }
+    let whole = out.len() / width;
+    let (rows, last) = out.split_at_mut(whole * width);
+    tensor.decode(row..row + whole, 0..width, rows);
+    tensor.decode(row + whole..row + whole + 1, 0..last.len(), last);
+}

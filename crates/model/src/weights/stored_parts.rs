@@ -1,0 +1,51 @@
+//! The parts of a tensor that is stored as several: codes, scales, and other companions.
+
+use super::packed::PackedParts;
+use super::quantized::QuantizedParts;
+use super::tensor_info::ShardRange;
+
+/// The data of a tensor that is stored as several.
+#[derive(Debug, Clone)]
+pub(super) enum StoredParts {
+    /// Its codes are kept as they are.
+    Quantized(QuantizedParts),
+    /// It is decoded to floats while it is read.
+    Packed(PackedParts),
+}
+
+impl StoredParts {
+    /// Returns the name of the format in messages.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            StoredParts::Quantized(parts) => parts.format.scheme().name(),
+            StoredParts::Packed(parts) => parts.name,
+        }
+    }
+
+    /// Returns the bytes of codes and companions.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            StoredParts::Quantized(parts) => parts.bytes,
+            StoredParts::Packed(parts) => parts.bytes,
+        }
+    }
+
+    /// Returns the positions of the parts beside the codes that are read with the values.
+    pub(super) fn places(&self) -> Vec<&ShardRange> {
+        match self {
+            StoredParts::Quantized(parts) => parts.runs.iter().map(|(_, place)| place).collect(),
+            StoredParts::Packed(parts) => parts.places().collect(),
+        }
+    }
+
+    /// Returns text that differs between any two formats of equal shape. The identity of a model
+    /// includes it, so it never changes.
+    pub(super) fn fingerprint(&self) -> String {
+        match self {
+            StoredParts::Quantized(QuantizedParts { format, offset, .. }) => {
+                format!("{} {}", format.scheme().fingerprint(), offset.to_bits())
+            }
+            StoredParts::Packed(parts) => parts.fingerprint(),
+        }
+    }
+}

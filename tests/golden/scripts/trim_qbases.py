@@ -1,0 +1,23 @@
+"""Copies one quantized checkpoint for each way of packing codes, and a LoRA run on it, from the
+output of make_qbases.py into tests/golden/qbases.
+
+    python make_qbases.py --spec spec_qbases.json --out FIXTURES
+    python trim_qbases.py FIXTURES tests/golden/qbases
+"""
+import json
+import pathlib
+import shutil
+import sys
+
+RUNS = ["lora_gptq", "lora_awq", "lora_ct_int4", "lora_fp8_block"]
+source, target = map(pathlib.Path, sys.argv[1:])
+digests = json.loads((source / "golden/qbases/qbases.json").read_text())
+kept = {}
+for run in RUNS:
+    folder = source / "golden/qbases_train" / run
+    model = json.loads((folder / "trajectory.json").read_text())["run"]["model"]
+    ignored = shutil.ignore_patterns("final_logits.safetensors", "quantize_config.json")
+    shutil.copytree(folder, target / "train" / run, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(source / "qbases" / model, target / "models" / model, ignore=ignored, dirs_exist_ok=True)
+    kept[model] = {name: weight["sha256_f32"] for name, weight in digests[model]["weights"].items()}
+(target / "sha256_f32.json").write_text(json.dumps(kept, indent=1) + "\n")
