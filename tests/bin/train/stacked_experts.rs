@@ -111,6 +111,16 @@ fn trained_models_have_the_tensors_of_their_base() {
     assert!(stacks == stacked(apart));
 }
 
+/// Checkpoints have the stacks too.
+#[test]
+fn a_killed_run_resumes_from_stacks() {
+    let place = models();
+    let args = ["--recipe", "run.toml", "--model", "stacked", "--dataset", "rows.jsonl"];
+    let told = place
+        .said(&[&["verify-resume"], &args[..], &["--set", "train.max_steps=4", "--output", "out"]].concat());
+    assert!(told.contains("the same bytes"), "{told}");
+}
+
 #[test]
 fn stacks_of_another_model_are_refused() {
     let place = models();

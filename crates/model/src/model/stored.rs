@@ -36,21 +36,28 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
 /// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
-/// of a model whose text part is used). Stacks of experts become a tensor for each expert. A head that differs from the embedding stays, though
-/// config.json ties the two. The notes of `files` record both.
+/// of a model whose text part is used). Stacks of experts become a tensor for each expert. A head
+/// that differs from the embedding stays, though config.json ties the two. The notes of `files`
+/// record both.
 ///
 /// # Errors
 /// User: a table cannot be read, or a stack of experts is not of this model.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     pass_over_unused(config, files);
-    for (stack, parts) in stacked_experts(config) {
-        files.unstack(&stack, parts)?;
-    }
+    unstack_experts(config, files)?;
     if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
         config.tie_word_embeddings = false;
         files.keep_head_apart();
     }
     Ok(())
+}
+
+/// Replaces stacks of experts by a tensor for each expert.
+///
+/// # Errors
+/// User: a stack has another shape than in config.json.
+pub fn unstack_experts(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
+    stacked_experts(config).into_iter().try_for_each(|(stack, parts)| files.unstack(&stack, parts))
 }
 
 fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
