@@ -8,6 +8,7 @@
 //! `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
 
 pub(super) mod cases;
+mod cuda;
 mod reference;
 
 use rayon::prelude::*;
@@ -49,8 +50,9 @@ pub fn causal_conv(
     if state.is_some() && !is_one_sequence(spans, x.tensor) {
         return Err(Error::internal("a state of a convolution requires one span of all rows"));
     }
-    match Route::of(x.tensor, false) {
-        Route::Kernel(_) | Route::Composed => return reference(x, weight, spans, state),
+    match Route::of(x.tensor, cuda::is_supported(x, weight)) {
+        Route::Kernel(driver) => return cuda::forward(driver, x, weight, spans, state),
+        Route::Composed => return reference(x, weight, spans, state),
         Route::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);
@@ -89,8 +91,11 @@ pub fn causal_conv_backward(
     dx: ColumnViewMut<'_>,
 ) -> Result<()> {
     let _span = span(|| conv_info("causal_conv_backward", x, weight, 3));
-    match Route::of(x.tensor, false) {
-        Route::Kernel(_) | Route::Composed => return reference_backward(x, weight, dy, spans, dweight, dx),
+    match Route::of(x.tensor, cuda::is_supported(x, weight)) {
+        Route::Kernel(driver) => {
+            return cuda::backward(driver, [x, ColumnView::all(dy)], weight, spans, dweight, dx);
+        }
+        Route::Composed => return reference_backward(x, weight, dy, spans, dweight, dx),
         Route::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);

@@ -5,6 +5,7 @@
 //! dy · w · x̂ · silu'(z)`, `dw = Σ dy · silu(z) · x̂` over rows and heads.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -13,6 +14,7 @@ use super::glu::Activation;
 use super::gpu::Route;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::rms_norm::add_gain_reference;
+use super::rms_norm::cuda::is_supported;
 use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -33,8 +35,9 @@ const ROWS: usize = 64;
 /// fails.
 pub fn gated_rms_norm(x: &Tensor, z: ColumnView<'_>, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("gated_rms_norm").dims(x.dims()).moves(&[x, x, x]));
-    match Route::of(x, false) {
-        Route::Kernel(_) | Route::Composed => return reference(x, z, weight, eps),
+    match Route::of(x, is_supported(x, weight)) {
+        Route::Kernel(driver) => return cuda::forward(driver, x, z, weight, eps),
+        Route::Composed => return reference(x, z, weight, eps),
         Route::Cpu => {}
     }
     let ((rows, width), (_, z_width)) = (dims2(x)?, dims2(z.tensor)?);
@@ -66,8 +69,9 @@ pub fn gated_rms_norm_backward(
     dz: ColumnViewMut<'_>,
 ) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("gated_rms_norm_backward").dims(x.dims()).moves(&[x, x, x, x, dy]));
-    match Route::of(x, false) {
-        Route::Kernel(_) | Route::Composed => {
+    match Route::of(x, is_supported(x, weight)) {
+        Route::Kernel(driver) => return cuda::backward(driver, [x, weight, dy], z, dweight, eps, dz),
+        Route::Composed => {
             return reference_backward(x, z, weight, dy, dweight, eps, dz);
         }
         Route::Cpu => {}

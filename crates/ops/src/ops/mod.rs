@@ -41,6 +41,7 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
+mod span_tables;
 pub mod stochastic_rounding;
 mod svd;
 

@@ -9,8 +9,10 @@ use crate::ops::matmul::{ColumnView, ColumnViewMut};
 /// The sizes of a case.
 #[derive(Debug, Clone)]
 pub(in crate::ops) struct ConvCase {
-    /// Tokens of each sequence, packed end to end.
+    /// Tokens of each sequence.
     pub(in crate::ops) lengths: Vec<usize>,
+    /// Rows outside all sequences, after each of them.
+    pub(in crate::ops) gap: usize,
     pub(in crate::ops) channels: usize,
     pub(in crate::ops) taps: usize,
     /// Columns of the buffers besides the channels.
@@ -18,11 +20,11 @@ pub(in crate::ops) struct ConvCase {
     pub(in crate::ops) trained: bool,
 }
 
-/// Returns sequences of these lengths, packed end to end.
-pub(in crate::ops) fn packed(lengths: &[usize]) -> Vec<Span> {
+/// Returns sequences of these lengths, with a gap of rows after each.
+pub(in crate::ops) fn packed(lengths: &[usize], gap: usize) -> Vec<Span> {
     let starts = lengths.iter().scan(0, |end, len| {
-        *end += len;
-        Some(*end - len)
+        *end += len + gap;
+        Some(*end - len - gap)
     });
     starts.zip(lengths).map(|(start, len)| Span::sequence(start, *len)).collect()
 }
@@ -30,13 +32,13 @@ pub(in crate::ops) fn packed(lengths: &[usize]) -> Vec<Span> {
 /// Returns the cases of packed sequences and of a generation.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for (lengths, channels, taps, trained) in [
-        (&[1usize, 70, 3, 2][..], 40, 4, true),
-        (&[150], 520, 4, true),
-        (&[5, 66], 37, 2, false),
-        (&[9, 1], 24, 3, true),
+    for (lengths, gap, channels, taps, trained) in [
+        (&[1usize, 70, 3, 2][..], 0, 40, 4, true),
+        (&[150], 0, 520, 4, true),
+        (&[5, 66], 2, 37, 2, false),
+        (&[9, 1], 4, 24, 4, true),
     ] {
-        let case = ConvCase { lengths: lengths.to_vec(), channels, taps, margin: 11, trained };
+        let case = ConvCase { lengths: lengths.to_vec(), gap, channels, taps, margin: 11, trained };
         cases.extend(case.cases(&format!("rows of {lengths:?}, {channels} channels, {taps} taps")));
     }
     cases
@@ -58,7 +60,7 @@ impl ConvCase {
     }
 
     fn rows(&self) -> usize {
-        self.lengths.iter().sum()
+        self.lengths.iter().map(|len| len + self.gap).sum()
     }
 
     fn inputs(&self, runner: &CaseRunner<'_>) -> Result<[OpPair; 2]> {
@@ -71,13 +73,13 @@ impl ConvCase {
     }
 
     fn forward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths));
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths, self.gap));
         let got = causal_conv(self.view(&x.here), &w.here, &spans, None)?;
         Ok(vec![TensorPair::new(got, reference(self.view(&x.plain), &w.plain, &spans, None)?)])
     }
 
     fn generation(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let ([x, w], spans) = (self.inputs(runner)?, packed(&[self.rows()]));
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&[self.rows()], 0));
         let state = runner.normal("state", (self.taps - 1, self.channels))?;
         let got = causal_conv(self.view(&x.here), &w.here, &spans, Some(&state.here))?;
         let want = reference(self.view(&x.plain), &w.plain, &spans, Some(&state.plain))?;
@@ -85,7 +87,7 @@ impl ConvCase {
     }
 
     fn backward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths));
+        let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths, self.gap));
         let dy = runner.normal("dy", (self.rows(), self.channels))?;
         let dx = runner.normal("dx", (self.rows(), self.channels + self.margin))?;
         let dweight = runner.normal_f32("dweight", (self.channels, self.taps))?;

@@ -15,8 +15,10 @@ use crate::ops::matmul::{ColumnView, ColumnViewMut};
 #[derive(Debug, Clone)]
 pub(in crate::ops) struct DeltaCase {
     pub(in crate::ops) heads: DeltaHeads,
-    /// Tokens of each sequence, packed end to end.
+    /// Tokens of each sequence.
     pub(in crate::ops) lengths: Vec<usize>,
+    /// Rows outside all sequences, after each of them.
+    pub(in crate::ops) gap: usize,
     pub(in crate::ops) trained: bool,
 }
 
@@ -29,14 +31,14 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         key_dim,
         value_dim,
     };
-    for (heads, lengths, trained) in [
-        (heads(2, 4, 16, 24), &[1usize, 70, 3, 64][..], true),
-        (heads(1, 3, 20, 8), &[130], true),
-        (heads(1, 2, 64, 64), &[65, 12], false),
+    for (heads, lengths, gap, trained) in [
+        (heads(2, 4, 16, 24), &[1usize, 70, 3, 64][..], 0, true),
+        (heads(1, 3, 20, 8), &[130], 0, true),
+        (heads(1, 2, 64, 64), &[65, 12], 3, false),
     ] {
         let DeltaHeads { num_key_heads: k, num_value_heads: v, key_dim, value_dim } = heads;
         let what = format!("rows of {lengths:?}, {k}/{v} heads of {key_dim}/{value_dim}");
-        cases.extend(DeltaCase { heads, lengths: lengths.to_vec(), trained }.cases(&what));
+        cases.extend(DeltaCase { heads, lengths: lengths.to_vec(), gap, trained }.cases(&what));
     }
     cases
 }
@@ -100,11 +102,12 @@ impl DeltaCase {
     }
 
     fn rows(&self) -> usize {
-        self.lengths.iter().sum()
+        self.lengths.iter().map(|len| len + self.gap).sum()
     }
 
     fn forward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let (pairs, spans) = (DeltaPairs::new(runner, self.heads, self.rows())?, packed(&self.lengths));
+        let (pairs, spans) =
+            (DeltaPairs::new(runner, self.heads, self.rows())?, packed(&self.lengths, self.gap));
         let got = gated_delta(pairs.here(), self.heads, &spans, None)?;
         let want = reference(pairs.plain(), self.heads, &spans, None)?;
         Ok(vec![TensorPair::new(got.out, want.out), TensorPair::new(got.states, want.states)])
@@ -112,7 +115,7 @@ impl DeltaCase {
 
     fn generation(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let DeltaHeads { num_value_heads, key_dim, value_dim, .. } = self.heads;
-        let (pairs, spans) = (DeltaPairs::new(runner, self.heads, self.rows())?, packed(&[self.rows()]));
+        let (pairs, spans) = (DeltaPairs::new(runner, self.heads, self.rows())?, packed(&[self.rows()], 0));
         let state = runner.normal_f32("state", (num_value_heads, key_dim, value_dim))?;
         let got = gated_delta(pairs.here(), self.heads, &spans, Some(&state.here))?;
         let want = reference(pairs.plain(), self.heads, &spans, Some(&state.plain))?;
@@ -121,7 +124,7 @@ impl DeltaCase {
 
     fn backward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let (heads, values) = (self.heads, self.heads.num_value_heads);
-        let (pairs, spans) = (DeltaPairs::new(runner, heads, self.rows())?, packed(&self.lengths));
+        let (pairs, spans) = (DeltaPairs::new(runner, heads, self.rows())?, packed(&self.lengths, self.gap));
         let dout = runner.normal("dout", (self.rows(), heads.value_width()))?;
         let dgates = runner.normal("dgates", (self.rows(), 2 * values + 1))?;
         let params = [runner.normal_f32("da_log", values)?, runner.normal_f32("ddt_bias", values)?];

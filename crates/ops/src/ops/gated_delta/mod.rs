@@ -27,6 +27,7 @@
 
 pub(super) mod cases;
 mod cpu;
+mod cuda;
 mod reference;
 
 use candle_core::Tensor;
@@ -42,6 +43,10 @@ pub(crate) use reference::{reference, reference_backward};
 
 /// Tokens of a chunk.
 pub const CHUNK: usize = 64;
+
+/// Bytes that a backward on a GPU takes for the tensors between its steps, at most, unless one key head
+/// needs more.
+pub const DELTA_WORKSPACE: usize = 256 << 20;
 
 /// Added to the sum of squares of a key or a query.
 const NORM_EPS: f32 = 1e-6;
@@ -149,8 +154,9 @@ pub fn gated_delta(
     if state.is_some() && !is_one_sequence(spans, inputs.qkv) {
         return Err(Error::internal("a state of the delta rule requires one span of all rows"));
     }
-    match Route::of(inputs.qkv, false) {
-        Route::Kernel(_) | Route::Composed => reference(inputs, heads, spans, state),
+    match Route::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
+        Route::Kernel(driver) => cuda::forward(driver, inputs, heads, spans, state),
+        Route::Composed => reference(inputs, heads, spans, state),
         Route::Cpu => cpu::forward(inputs, heads, spans, state),
     }
 }
@@ -179,8 +185,9 @@ pub fn gated_delta_backward(
     let _span =
         span(|| delta_info("gated_delta_backward", &inputs, heads, 2).flops(heads.backward_flops(tokens)));
     let gates = GateGrads { params: grads, da, db };
-    match Route::of(inputs.qkv, false) {
-        Route::Kernel(_) | Route::Composed => reference_backward(inputs, output, dout, heads, spans, gates),
+    match Route::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
+        Route::Kernel(driver) => cuda::backward(driver, inputs, output, dout, heads, spans, gates),
+        Route::Composed => reference_backward(inputs, output, dout, heads, spans, gates),
         Route::Cpu => cpu::backward(inputs, output, dout, heads, spans, gates),
     }
 }

@@ -8,6 +8,7 @@ use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::error::{Error, Result};
 use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
+use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
 };
@@ -17,6 +18,8 @@ use crate::ops::experts::{
     ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
     scale_rows_backward,
 };
+use crate::ops::gated_delta::{DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward};
+use crate::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -131,10 +134,31 @@ fn experts_of_no_tokens(dtype: DType) -> Result<()> {
     combine_rows(&x, &rows, None).map(drop)
 }
 
+fn linear_attention_of_no_tokens(dtype: DType) -> Result<()> {
+    let heads = DeltaHeads { num_key_heads: 1, num_value_heads: 2, key_dim: 16, value_dim: 16 };
+    let (x, dx, weight, dweight) =
+        (zeros(0, 64, dtype)?, zeros(0, 64, dtype)?, zeros(64, 4, dtype)?, zeros(64, 4, DType::F32)?);
+    let (view, to) = (ColumnView::all(&x), ColumnViewMut::all(&dx));
+    let qkv = causal_conv(view, &weight, &[], None)?;
+    causal_conv_backward(view, &weight, &qkv, &[], Some(&dweight), to)?;
+    let (a, b, da, db) = (zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?);
+    let (param, grad) = (gain(2)?, gain(2)?);
+    let [a, b] = [&a, &b].map(|gates| ColumnView::all(gates));
+    let inputs = DeltaInputs { qkv: &qkv, a, b, a_log: &param, dt_bias: &param };
+    let output = gated_delta(inputs, heads, &[], None)?;
+    let grads = DeltaParamGrads { a_log: Some(&grad), dt_bias: None };
+    let [da, db] = [&da, &db].map(ColumnViewMut::all);
+    gated_delta_backward(inputs, &output, &output.out, heads, &[], grads, da, db)?;
+    let (z, dz, weight, dweight) = (zeros(0, 32, dtype)?, zeros(0, 32, dtype)?, gain(16)?, gain(16)?);
+    let (z, dz) = (ColumnView::all(&z), ColumnViewMut::all(&dz));
+    let y = gated_rms_norm(&output.out, z, &weight, 1e-6)?;
+    gated_rms_norm_backward(&y, z, &weight, &y, Some(&dweight), 1e-6, dz).map(drop)
+}
+
 #[test]
 fn nothing_is_launched_for_no_elements() {
     type Case = (&'static str, fn() -> Result<()>);
-    let cases: [Case; 13] = [
+    let cases: [Case; 15] = [
         ("norms, bf16", || norms_and_rotation(DType::BF16)),
         ("norms, f32", || norms_and_rotation(DType::F32)),
         ("products, bf16", || products(DType::BF16)),
@@ -148,6 +172,8 @@ fn nothing_is_launched_for_no_elements() {
         ("elements, f32", || elements(DType::F32)),
         ("experts, bf16", || experts_of_no_tokens(DType::BF16)),
         ("experts, f32", || experts_of_no_tokens(DType::F32)),
+        ("linear attention, bf16", || linear_attention_of_no_tokens(DType::BF16)),
+        ("linear attention, f32", || linear_attention_of_no_tokens(DType::F32)),
     ];
     let failed = cases.map(|(name, case)| {
         let done = with_host_driver(&NullDriver, case);

@@ -287,7 +287,7 @@ fn balanced_experts() -> Result<()> {
 /// The tape goes from all rows of each span, weighted by their distance, to the inputs.
 #[test]
 fn causal_convolutions() -> Result<()> {
-    let (spans, taps, channels) = (packed(&[5, 1, 9]), 4, 7);
+    let (spans, taps, channels) = (packed(&[5, 1, 9], 0), 4, 7);
     let (x, w, dy) = (var("x", (15, channels))?, var("w", (channels, taps))?, normal("dy", (15, channels))?);
     let mut rows = Vec::new();
     for (n, span) in
@@ -333,7 +333,7 @@ fn gated_norms() -> Result<()> {
 #[test]
 fn gated_delta_rules() -> Result<()> {
     let heads = DeltaHeads { num_key_heads: 2, num_value_heads: 4, key_dim: 5, value_dim: 3 };
-    let (rows, spans) = (79, packed(&[9, 1, 69]));
+    let (rows, spans) = (79, packed(&[9, 1, 69], 0));
     let qkv = var("qkv", (rows, heads.conv_width()))?;
     let (a, b) = (var("a", (rows, 4))?, var("b", (rows, 4))?);
     let (a_log, dt_bias) = (var("a_log", 4)?, var("dt_bias", 4)?);

@@ -14,8 +14,12 @@ use proptest::test_runner::RngSeed;
 use super::CaseOutcome;
 use crate::ops::adamw::AdamWStep;
 use crate::ops::case::{OpCase, Tolerance};
+use crate::ops::causal_conv::cases::ConvCase;
 use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
 use crate::ops::experts::cases::ExpertSizes;
+use crate::ops::gated_delta::DeltaHeads;
+use crate::ops::gated_delta::cases::DeltaCase;
+use crate::ops::gated_norm::cases::GatedNormCase;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::cases::LayerNormCase;
@@ -92,6 +96,23 @@ fn check(cases: impl IntoIterator<Item = OpCase>, run: Run, kernel: &str) -> Res
         }
     }
     Ok(())
+}
+
+proptest! {
+    // Each token is a step of its own.
+    #![proptest_config(config(6))]
+
+    #[test]
+    fn gated_delta_rules(
+        (lengths, gap) in (vec(select(&[1_usize, 7, 33, 66][..]), 1..3), 0..3_usize),
+        (num_key_heads, group) in (1..3_usize, 1..3_usize),
+        // Each kernel, with widths at and below its largest one.
+        (key_dim, value_dim) in select(&[(3, 5), (40, 16), (64, 64), (96, 24), (24, 100), (130, 16), (16, 200)][..]),
+        (trained, run) in (any::<bool>(), runs()),
+    ) {
+        let heads = DeltaHeads { num_key_heads, num_value_heads: num_key_heads * group, key_dim, value_dim };
+        check(DeltaCase { heads, lengths, gap, trained }.cases(""), run, "gated_delta")?;
+    }
 }
 
 proptest! {
@@ -209,6 +230,24 @@ proptest! {
         let [scaled, scaled_backward, combined] = experts::cases::row_cases("", sizes);
         check([scaled, scaled_backward], run, "scale_rows")?;
         check([combined], run, "combine_rows")?;
+    }
+
+    #[test]
+    fn causal_convolutions(
+        (lengths, gap, channels) in (vec(1..90_usize, 1..4), 0..3_usize, widths(1)),
+        (margin, trained, run) in (0..20_usize, any::<bool>(), runs()),
+    ) {
+        let case = ConvCase { lengths, gap, channels, taps: 4, margin, trained };
+        check(case.cases(""), run, "causal_conv")?;
+    }
+
+    #[test]
+    fn gated_norms(
+        (rows, heads, width) in (1..40_usize, 1..5_usize, widths(2)),
+        (margin, trained, f32_weight, run) in (0..20_usize, any::<bool>(), any::<bool>(), runs()),
+    ) {
+        let case = GatedNormCase { rows, heads, width, margin, trained, f32_weight };
+        check(case.cases(""), run, "gated_norm")?;
     }
 
     #[test]
