@@ -140,11 +140,9 @@ impl TokenLists<'_> {
         let mut tokens: Vec<AddedToken> = listed.into_values().collect();
         // A text may occur several times: the last flags apply.
         let known: HashSet<String> = own.values().chain(&tokens).map(|token| token.content.clone()).collect();
-        for token in named.iter().chain(&extra).filter(|token| !known.contains(&token.content)) {
-            if !tokens.contains(token) {
-                tokens.push(token.clone());
-            }
-        }
+        let mut seen: HashSet<AddedToken> = tokens.iter().cloned().collect();
+        let more = named.into_iter().chain(extra).filter(|token| !known.contains(&token.content));
+        tokens.extend(more.filter(|token| seen.insert(token.clone())));
         Ok(tokens)
     }
 }

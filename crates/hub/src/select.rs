@@ -65,7 +65,7 @@ pub(super) fn texts(names: &[String]) -> Vec<&str> {
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
-/// Returns whether this is a file of the tokenizer or a chat template, given the names of all files.
+/// Returns whether this is a file of the tokenizer or a chat template; `names` are all files.
 pub(super) fn is_tokenizer(name: &str, names: &[String]) -> bool {
     tokenizer_names::vocabulary(|known| has(names, known)) == Some(name)
         || TOKENIZER.contains(&name)

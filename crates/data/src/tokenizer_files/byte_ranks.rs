@@ -4,8 +4,8 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value, json};
 
-use super::check_splits;
 use super::converted::parts;
+use super::{check_splits, collect_merges};
 use crate::tokenizer_outline::MAX_ID;
 
 /// Tokens with their ranks. A merge has the rank of the token that it makes.
@@ -52,20 +52,21 @@ impl ByteRanks {
 
     /// Returns the parts of a tokenizer.json. `first` are tokens with the first ids; the other ids
     /// are the ranks after them. `pattern` splits a text into words.
-    pub(super) fn parts(&self, first: &[String], pattern: &str, normalizer: Value) -> Map<String, Value> {
+    ///
+    /// # Errors
+    /// Fails if the tokens have too many merges.
+    pub(super) fn parts(
+        &self,
+        first: &[String],
+        pattern: &str,
+        normalizer: Value,
+    ) -> Result<Map<String, Value>, String> {
         let mut tokens: Vec<(&[u8], u32)> = self.0.iter().map(|(token, rank)| (&token[..], *rank)).collect();
         tokens.sort_unstable_by_key(|(_, rank)| *rank);
-        let (mut vocabulary, mut merges) = (Map::new(), Vec::new());
+        let merges = collect_merges(tokens.iter().flat_map(|(token, _)| self.merges_of(token)))?;
+        let mut vocabulary = Map::new();
         for (token, rank) in tokens {
             vocabulary.insert(byte_text(token), (rank as usize + first.len()).into());
-            let rank_of = |part: &[u8]| self.0.get(part).copied();
-            let cut = |at: usize| {
-                let (left, right) = token.split_at(at);
-                Some(((rank_of(left)?, rank_of(right)?), json!([byte_text(left), byte_text(right)])))
-            };
-            let mut own: Vec<((u32, u32), Value)> = (1..token.len()).filter_map(cut).collect();
-            own.sort_by_key(|(ranks, _)| *ranks);
-            merges.extend(own.into_iter().map(|(_, merge)| merge));
         }
         vocabulary.extend(first.iter().cloned().zip((0_u32..).map(Value::from)));
         let model = json!({
@@ -75,12 +76,28 @@ impl ByteRanks {
         });
         let split =
             json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-        let byte_level = |prefix: bool, trim: bool, regex: bool| json!({"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": trim, "use_regex": regex});
+        let byte_level = |prefix: bool, trim: bool, regex: bool| {
+            json!({
+                "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": trim, "use_regex": regex
+            })
+        };
         let pre_tokenizer =
             json!({"type": "Sequence", "pretokenizers": [split, byte_level(false, true, false)]});
         let mut all = parts(normalizer, pre_tokenizer, byte_level(true, true, true), model);
         all.insert("post_processor".to_owned(), byte_level(true, false, true));
-        all
+        Ok(all)
+    }
+
+    /// The merges that make `token`, by the ranks of their sides.
+    fn merges_of(&self, token: &[u8]) -> Vec<Value> {
+        let cut = |at: usize| {
+            let (left, right) = token.split_at(at);
+            let ranks = (self.0.get(left)?, self.0.get(right)?);
+            Some((ranks, json!([byte_text(left), byte_text(right)])))
+        };
+        let mut merges: Vec<_> = (1..token.len()).filter_map(cut).collect();
+        merges.sort_by_key(|(ranks, _)| *ranks);
+        merges.into_iter().map(|(_, merge)| merge).collect()
     }
 }
 
@@ -138,7 +155,7 @@ mod tests {
     fn merges_are_in_the_order_of_ranks() {
         let mut tokens = bytes();
         tokens.extend([(b"abc".to_vec(), 258), (b"ab".to_vec(), 257), (b"bc".to_vec(), 256)]);
-        let parts = ByteRanks::new(tokens).unwrap().parts(&["<s>".to_owned()], "x", Value::Null);
+        let parts = ByteRanks::new(tokens).unwrap().parts(&["<s>".to_owned()], "x", Value::Null).unwrap();
         let model = &parts["model"];
         assert_eq!(model["merges"], json!([["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]));
         assert_eq!((&model["vocab"]["abc"], &model["vocab"]["<s>"]), (&json!(259), &json!(0)));

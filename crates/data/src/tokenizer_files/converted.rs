@@ -43,7 +43,7 @@ pub(super) struct ConvertedVocabulary {
 /// A tokenizer with all its tokens.
 pub(super) struct FinishedTokenizer {
     pub(super) found: FoundTokenizer,
-    /// Its tokenizer.json.
+    /// The text of its tokenizer.json.
     pub(super) text: String,
     pub(super) settings: TokenizerSettings,
 }
@@ -55,7 +55,9 @@ impl ConvertedVocabulary {
     /// Fails with the reason if the parts make no tokenizer.
     pub(super) fn finish(self) -> Result<FinishedTokenizer, String> {
         let ConvertedVocabulary { parts, settings, ends } = self;
-        let text = Value::Object(parts.clone()).to_string();
+        let text_of =
+            |parts: &Map<String, Value>| serde_json::to_string(parts).map_err(|why| why.to_string());
+        let text = text_of(&parts)?;
         if text.len() as u64 > MAX_TOKENIZER_BYTES {
             return Err(format!(
                 "as a tokenizer.json it has {} bytes; accepted: up to {MAX_TOKENIZER_BYTES}",
@@ -76,7 +78,7 @@ impl ConvertedVocabulary {
             let (bos, eos) = (token(ends.bos, "bos_token"), token(ends.eos, "eos_token"));
             parts.insert("post_processor".to_owned(), template(bos.as_ref(), eos.as_ref()));
         }
-        let text = Value::Object(parts).to_string();
+        let text = text_of(&parts)?;
         let found = FoundTokenizer::parse(text.as_bytes(), invalid)?;
         NewToken::check_ids(&new, &found.inner)?;
         Ok(FinishedTokenizer { found, text, settings })

@@ -91,6 +91,8 @@ fn bad_vocabularies_are_refused_with_the_file_and_the_reason() {
         std::fs::write(folder.path().join(name), contents).unwrap();
         Tokenizer::load(folder.path()).unwrap_err().to_string()
     };
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 493443\n";
+    assert!(why("tokenizer.model", pointer).contains("pointer of Git LFS"));
     let text = why("tokenizer.model", b"x");
     assert!(text.contains("tokenizer.model") && text.contains("save_pretrained"), "{text}");
     assert!(why("tokenizer.model", b"").contains("no pieces"));

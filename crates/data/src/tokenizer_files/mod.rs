@@ -39,6 +39,9 @@ const MAX_TOKENS: usize = 1 << 20;
 /// that of Gemma.
 const MAX_SPLIT_WORK: u64 = 1 << 28;
 
+/// Maximum number of merges: four times that of the largest vocabulary in use.
+const MAX_MERGES: usize = 1 << 21;
+
 /// The tokenizer of a folder.
 pub(super) struct TokenizerSource {
     pub(super) found: FoundTokenizer,
@@ -88,6 +91,9 @@ fn convert(
     settings: TokenizerSettings,
     model: &Map<String, Value>,
 ) -> Result<ConvertedVocabulary, String> {
+    if bytes.starts_with(b"version https://git-lfs") {
+        return Err("it is a pointer of Git LFS and not the file, which `git lfs pull` downloads".to_owned());
+    }
     match name {
         TEKKEN => tekken::convert(bytes, settings),
         QWEN => tiktoken::convert_qwen(bytes, settings),
@@ -186,7 +192,39 @@ fn check_splits(lengths: impl Iterator<Item = usize>) -> Result<(), String> {
     Ok(())
 }
 
+/// Collects the merges of a vocabulary.
+///
+/// # Errors
+/// Fails if it has more than accepted.
+fn collect_merges<T>(merges: impl Iterator<Item = T>) -> Result<Vec<T>, String> {
+    let merges: Vec<T> = merges.take(MAX_MERGES + 1).collect();
+    if merges.len() > MAX_MERGES {
+        return Err(format!("its tokens have more than {MAX_MERGES} merges"));
+    }
+    Ok(merges)
+}
+
 /// The ways to cut a token into two parts, the shortest left part first.
 fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
     text.char_indices().skip(1).map(|(at, _)| text.split_at(at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_work_for_merges_is_bounded() {
+        assert!(check_splits(std::iter::repeat_n(64, 1 << 16)).is_ok());
+        assert!(check_splits(std::iter::repeat_n(64, (1 << 16) + 1)).unwrap_err().contains("268439552"));
+        assert!(check_splits([usize::MAX; 2].into_iter()).is_err());
+        assert_eq!(collect_merges(0..MAX_MERGES).map(|merges| merges.len()), Ok(MAX_MERGES));
+        assert!(collect_merges(0..=MAX_MERGES).unwrap_err().contains("more than 2097152 merges"));
+    }
+
+    #[test]
+    fn tokens_are_cut_between_characters() {
+        assert_eq!(splits("a▁b").collect::<Vec<_>>(), [("a", "▁b"), ("a▁", "b")]);
+        assert_eq!(splits("▁").count(), 0);
+    }
 }

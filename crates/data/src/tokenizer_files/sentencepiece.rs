@@ -11,7 +11,7 @@ use super::class::{SpmClass, spm_class};
 use super::converted::{AddedEnds, ConvertedVocabulary, parts};
 use super::settings::TokenizerSettings;
 use super::spm_model::{Algorithm, NamedPiece, Piece, PieceKind, SpmModel};
-use super::{check_splits, splits};
+use super::{check_splits, collect_merges, splits};
 use crate::linear_cost::{EDGE_SPACES, RUNS_OF_SPACES};
 use crate::tokenizer_outline::FIRST_MARK;
 
@@ -40,11 +40,11 @@ pub(super) fn convert(
                 .to_owned(),
         );
     }
-    Ok(if class == SpmClass::Llama { llama(&model, settings) } else { gemma(&model, settings) })
+    if class == SpmClass::Llama { llama(&model, settings) } else { gemma(&model, settings) }
 }
 
-/// `LlamaTokenizer`.
-fn llama(model: &SpmModel, mut settings: TokenizerSettings) -> ConvertedVocabulary {
+/// The rules of `LlamaTokenizer`.
+fn llama(model: &SpmModel, mut settings: TokenizerSettings) -> Result<ConvertedVocabulary, String> {
     for (name, text) in [("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")] {
         settings.name_token(name, text);
     }
@@ -58,20 +58,20 @@ fn llama(model: &SpmModel, mut settings: TokenizerSettings) -> ConvertedVocabula
     };
     let mut decoder = decoder(true);
     decoder.extend(prefix.then(strip));
-    ConvertedVocabulary {
+    Ok(ConvertedVocabulary {
         parts: parts(
             Value::Null,
             metaspace(scheme),
             sequence("decoders", decoder),
-            bpe(&ids(&model.pieces), &merges_by_id(&model.pieces), None, true, false),
+            bpe(&ids(&model.pieces), &merges_by_id(&model.pieces)?, None, true, false),
         ),
         ends: Some(AddedEnds::of(&settings, false)),
         settings,
-    }
+    })
 }
 
-/// `GemmaTokenizer`.
-fn gemma(model: &SpmModel, mut settings: TokenizerSettings) -> ConvertedVocabulary {
+/// The rules of `GemmaTokenizer`.
+fn gemma(model: &SpmModel, mut settings: TokenizerSettings) -> Result<ConvertedVocabulary, String> {
     for name in ["unk", "bos", "eos", "pad", "mask"] {
         settings.name_token(&format!("{name}_token"), &format!("<{name}>"));
     }
@@ -80,16 +80,16 @@ fn gemma(model: &SpmModel, mut settings: TokenizerSettings) -> ConvertedVocabula
     let split = json!({
         "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false
     });
-    ConvertedVocabulary {
+    Ok(ConvertedVocabulary {
         parts: parts(
             replace(&json!({"String": " "}), MARK),
             split,
             sequence("decoders", decoder(true)),
-            bpe(&ids(&model.pieces), &merges_by_id(&model.pieces), unk.as_deref(), true, false),
+            bpe(&ids(&model.pieces), &merges_by_id(&model.pieces)?, unk.as_deref(), true, false),
         ),
         ends: Some(AddedEnds::of(&settings, false)),
         settings,
-    }
+    })
 }
 
 /// `SpmConverter.build_tokenizer_from_spm_proto`: the settings of the model itself.
@@ -104,7 +104,7 @@ fn generic(model: &SpmModel, mut settings: TokenizerSettings) -> Result<Converte
         Algorithm::Unigram => unigram(model)?,
         Algorithm::Bpe => {
             let ids = texts.iter().map(String::as_str).zip(0..).collect();
-            let merges = merges_by_score(model, &texts);
+            let merges = merges_by_score(model, &texts)?;
             bpe(&ids, &merges, Some(&model.unk.text), model.byte_fallback, !user_defined.is_empty())
         }
     };
@@ -213,25 +213,25 @@ fn ids(pieces: &[Piece]) -> HashMap<&str, u32> {
 
 /// All merges in the order of the ids that they make, then of the length of their left side
 /// (`generate_merges`).
-fn merges_by_id(pieces: &[Piece]) -> Vec<(String, String)> {
+fn merges_by_id(pieces: &[Piece]) -> Result<Vec<(String, String)>, String> {
     let ids = ids(pieces);
     let known = |(left, right): &(&str, &str)| ids.contains_key(left) && ids.contains_key(right);
     let all = pieces.iter().flat_map(|piece| splits(&piece.text)).filter(known);
-    all.map(|(left, right)| (left.to_owned(), right.to_owned())).collect()
+    collect_merges(all.map(|(left, right)| (left.to_owned(), right.to_owned())))
 }
 
 /// The merges of normal pieces, highest score first.
-fn merges_by_score(model: &SpmModel, texts: &[String]) -> Vec<(String, String)> {
+fn merges_by_score(model: &SpmModel, texts: &[String]) -> Result<Vec<(String, String)>, String> {
     let normal: HashSet<&str> = of_kind(model, texts, PieceKind::Normal).map(|(_, text)| text).collect();
-    let mut ranked: Vec<(f32, usize, &str, &str)> = Vec::new();
-    for (id, text) in of_kind(model, texts, PieceKind::Normal) {
-        let known = splits(text).filter(|(left, right)| normal.contains(left) && normal.contains(right));
+    let all = of_kind(model, texts, PieceKind::Normal).flat_map(|(id, text)| {
         // Adding zero makes one zero of both.
         let score = model.pieces[id].score + 0.0;
-        ranked.extend(known.map(|(left, right)| (score, id, left, right)));
-    }
+        splits(text).map(move |(left, right)| (score, id, left, right))
+    });
+    let mut ranked =
+        collect_merges(all.filter(|(.., left, right)| normal.contains(left) && normal.contains(right)))?;
     ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
-    ranked.into_iter().map(|(_, _, left, right)| (left.to_owned(), right.to_owned())).collect()
+    Ok(ranked.into_iter().map(|(_, _, left, right)| (left.to_owned(), right.to_owned())).collect())
 }
 
 fn bpe(

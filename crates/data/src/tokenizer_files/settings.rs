@@ -12,11 +12,11 @@ use crate::new_tokens;
 /// The contents of the files beside a vocabulary; a missing file is empty.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TokenizerSettings {
-    /// tokenizer_config.json.
+    /// The object in tokenizer_config.json.
     pub(crate) config: Map<String, Value>,
-    /// special_tokens_map.json.
+    /// The object in special_tokens_map.json.
     map: Map<String, Value>,
-    /// added_tokens.json.
+    /// The object in added_tokens.json.
     list: Map<String, Value>,
     /// True if listed tokens match the text before it is normalized.
     pub(super) listed_are_raw: bool,

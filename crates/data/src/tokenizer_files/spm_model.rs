@@ -82,20 +82,27 @@ impl SpmModel {
             removes_spaces: true,
             escapes_spaces: true,
         };
+        model.fields(bytes).map_err(|why| {
+            format!("it is neither a sentencepiece model nor a vocabulary of tiktoken: {why}")
+        })?;
+        model.check()?;
+        Ok(model)
+    }
+
+    fn fields(&mut self, bytes: &[u8]) -> Result<(), String> {
         for field in Fields(bytes) {
             let field = field?;
             match field.number {
-                1 => model.pieces.push(piece(field.bytes()?)?),
-                2 => Fields(field.bytes()?).try_for_each(|field| model.trainer(&field?))?,
-                3 => Fields(field.bytes()?).try_for_each(|field| model.normalizer(&field?))?,
+                1 => self.pieces.push(piece(field.bytes()?)?),
+                2 => Fields(field.bytes()?).try_for_each(|field| self.trainer(&field?))?,
+                3 => Fields(field.bytes()?).try_for_each(|field| self.normalizer(&field?))?,
                 _ => {}
             }
-            if model.pieces.len() > MAX_TOKENS {
+            if self.pieces.len() > MAX_TOKENS {
                 return Err(format!("it has more than {MAX_TOKENS} pieces"));
             }
         }
-        model.check()?;
-        Ok(model)
+        Ok(())
     }
 
     fn trainer(&mut self, field: &Field<'_>) -> Result<(), String> {

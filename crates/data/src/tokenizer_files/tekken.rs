@@ -104,7 +104,7 @@ pub(super) fn convert(bytes: &[u8], mut settings: TokenizerSettings) -> Result<C
     };
     let tokens: Result<Vec<(Vec<u8>, u32)>, String> = (0..).zip(&file.vocab[..count]).map(token).collect();
     let ranks = ByteRanks::new(tokens?)?;
-    let mut parts = ranks.parts(&special, &file.config.pattern, Value::Null);
+    let mut parts = ranks.parts(&special, &file.config.pattern, Value::Null)?;
     add_special(&mut parts, &special, 0);
     for (name, text) in NAMES.iter().filter(|(_, text)| special.iter().any(|token| token == text)) {
         settings.name_token(name, text);

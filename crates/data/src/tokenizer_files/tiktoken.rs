@@ -47,7 +47,7 @@ pub(super) fn convert(
         settings.name_token("bos_token", "<|begin_of_text|>");
         settings.name_token("eos_token", &special[llama3_eos(model, ranks.len())]);
     }
-    let mut parts = ranks.parts(&[], GPT4, Value::Null);
+    let mut parts = ranks.parts(&[], GPT4, Value::Null)?;
     add_special(&mut parts, &special, ranks.len());
     let requested = ["add_bos_token", "add_eos_token"].iter().any(|key| settings.flag(key).is_some());
     let ends = (requested || is_llama).then(|| AddedEnds::of(&settings, is_llama));
@@ -67,7 +67,7 @@ pub(super) fn convert_qwen(
     let special: Vec<String> =
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(str::to_owned).into_iter().chain(extra).collect();
     settings.name_token("eos_token", &special[0]);
-    let mut parts = ranks.parts(&[], QWEN, json!({"type": "NFC"}));
+    let mut parts = ranks.parts(&[], QWEN, json!({"type": "NFC"}))?;
     add_special(&mut parts, &special, ranks.len());
     let requested = ["add_bos_token", "add_eos_token"].iter().any(|key| settings.flag(key).is_some());
     let ends = requested.then(|| AddedEnds::of(&settings, false));

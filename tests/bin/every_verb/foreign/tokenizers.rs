@@ -181,15 +181,35 @@ fn a_vocabulary_that_cannot_be_converted_is_refused() {
         edit(&place.path("model/tokenizer_config.json"), |config| config[key] = value);
     };
     config("tokenizer_class", json!("T5Tokenizer"));
-    assert_snapshot!(said(), @"");
+    assert_snapshot!(said(), @r#"
+    error: cannot read the tokenizer [DIR]/model/tokenizer.model
+      caused by: its class is T5Tokenizer; accepted for a sentencepiece model: LlamaTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
+    hint: write tokenizer.json with Python: AutoTokenizer.from_pretrained("[DIR]/model").save_pretrained("[DIR]/model")
+    "#);
     config("auto_map", json!({"AutoTokenizer": ["tokenization_x.XTokenizer", null]}));
-    assert_snapshot!(said(), @"");
+    assert_snapshot!(said(), @r#"
+    error: cannot read the tokenizer [DIR]/model/tokenizer.model
+      caused by: `auto_map` of tokenizer_config.json names Python code for it (["tokenization_x.XTokenizer",null]), which finetune never runs
+    hint: write tokenizer.json with Python: AutoTokenizer.from_pretrained("[DIR]/model").save_pretrained("[DIR]/model")
+    "#);
     std::fs::write(place.path("model/tokenizer.model"), b"\x0a\x7fabc").unwrap();
     config("auto_map", Value::Null);
     config("tokenizer_class", json!("LlamaTokenizer"));
-    assert_snapshot!(said(), @"");
+    assert_snapshot!(said(), @r#"
+    error: cannot read the tokenizer [DIR]/model/tokenizer.model
+      caused by: it is neither a sentencepiece model nor a vocabulary of tiktoken: a field claims 127 bytes; found: 3
+    hint: write tokenizer.json with Python: AutoTokenizer.from_pretrained("[DIR]/model").save_pretrained("[DIR]/model")
+    "#);
     place.write("model/tokenizer.model", "IQ== 0\nIg== 1\nIw== two\n");
-    assert_snapshot!(said(), @"");
+    assert_snapshot!(said(), @r#"
+    error: cannot read the tokenizer [DIR]/model/tokenizer.model
+      caused by: line 3 is no token; accepted: its bytes in base64, a space and its rank
+    hint: write tokenizer.json with Python: AutoTokenizer.from_pretrained("[DIR]/model").save_pretrained("[DIR]/model")
+    "#);
     place.write("model/tekken.json", r#"{"config": {"pattern": "x"}, "vocab": []}"#);
-    assert_snapshot!(said(), @"");
+    assert_snapshot!(said(), @r#"
+    error: cannot read the tokenizer [DIR]/model/tekken.json
+      caused by: it has no token for the byte 0x00; accepted: all 256 bytes
+    hint: write tokenizer.json with Python: AutoTokenizer.from_pretrained("[DIR]/model").save_pretrained("[DIR]/model")
+    "#);
 }
