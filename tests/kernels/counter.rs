@@ -115,7 +115,8 @@ const RECOMPUTED_LAUNCHES: u64 = FORWARD_LAUNCHES - 7;
 const LAYERS: usize = 36;
 
 /// Shapes whose plans are compared: the loss sets the peak of the first, blocks that of the others.
-const PLANNED: [Shape; 3] = [
+/// The last has Gated DeltaNet in three of four layers.
+const PLANNED: [Shape; 4] = [
     Shape {
         name: "as wide as Qwen3-0.6B",
         family: "qwen3",
@@ -142,6 +143,15 @@ const PLANNED: [Shape; 3] = [
         heads: [24, 8, 128],
         vocab: 16_000,
         layers: 3,
+    },
+    Shape {
+        name: "as wide as Qwen3.5-4B, another vocabulary",
+        family: "qwen3_5_text",
+        hidden: 2560,
+        intermediate: 9216,
+        heads: [16, 4, 256],
+        vocab: 16_000,
+        layers: 4,
     },
 ];
 
