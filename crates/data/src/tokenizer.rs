@@ -6,8 +6,7 @@
 //! missing in `tokenizer.json` (`listed_tokens`). `clean_up_tokenization_spaces` is not
 //! applied: decoding returns the encoded text.
 //!
-//! A folder without `tokenizer.json` may have another vocabulary, which [`super::tokenizer_files`]
-//! converts.
+//! A folder without `tokenizer.json` may have another vocabulary, which `tokenizer_files` converts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
