@@ -187,8 +187,8 @@ fn attended(dtype: DType, results: &mut Results) {
     }
 }
 
-/// Returns the results of a gated linear attention over packed sequences of these lengths. The rows of
-/// its inputs do not depend on the lengths.
+/// Returns the results of a gated linear attention over packed sequences of these lengths. The rows
+/// of its inputs do not depend on the lengths.
 fn gated_delta_net(dtype: DType, lengths: &[usize]) -> BTreeMap<&'static str, Tensor> {
     gated_delta_net_from(dtype, 0, lengths)
 }

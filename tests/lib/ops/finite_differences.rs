@@ -170,8 +170,8 @@ fn of_activations() {
     }
 }
 
-/// Sums the weighted values of each token's experts; copy `c` of token n is row `places[n·k + c]` of
-/// `x`.
+/// Sums the weighted values of each token's experts; copy `c` of token n is row `places[n·k + c]`
+/// of `x`.
 fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (usize, Router)) -> Vec<f64> {
     let (k, tokens) = (router.chosen, logits.len() / experts);
     let width = x.len() / (tokens * k);

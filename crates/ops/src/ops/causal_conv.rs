@@ -1,8 +1,8 @@
 //! Depthwise causal convolution over packed sequences, then SiLU: the mixing of neighbours before a
 //! linear attention (arXiv 2312.00752, 2412.06464).
 //!
-//! `s[n, c] = Σ_w weight[c, w] · x[n − (W − 1) + w, c]` over the inputs of the same span, `y = silu(s)`.
-//! All in f32, rounded once; no sum depends on another span.
+//! `s[n, c] = Σ_w weight[c, w] · x[n − (W − 1) + w, c]` over the inputs of the same span, `y =
+//! silu(s)`. All in f32, rounded once; no sum depends on another span.
 //!
 //! Backward, from `x` alone: `ds = dy · silu'(s)`, `dx[m] = Σ_w weight[w] · ds[m + (W − 1) − w]`,
 //! `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
@@ -33,9 +33,9 @@ const COLUMNS: usize = 512;
 /// Rows of a task of the backward.
 const ROWS: usize = 64;
 
-/// Returns the SiLU of the convolution of `x: [N, C]` by `weight: [C, W]`, without bias: `[N, C]` in
-/// the dtype of `x`. Inputs before a span are zero, or those of `state: [W − 1, C]` (generation, one
-/// span), which has the last `W − 1` inputs afterwards. Rows outside all spans are zero.
+/// Returns the SiLU of the convolution of `x: [N, C]` by `weight: [C, W]`, without bias: `[N, C]`
+/// in the dtype of `x`. Inputs before a span are zero, or those of `state: [W − 1, C]` (generation,
+/// one span), which has the last `W − 1` inputs afterwards. Rows outside all spans are zero.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous or of floating-point values, `state` is given for several
@@ -77,8 +77,8 @@ pub fn causal_conv(
     })
 }
 
-/// Writes the gradient of `x: [N, C]` to `dx: [N, C]`, given `dy: [N, C]`, all in the same dtype. Adds
-/// the gradient of the weight to `dweight: [C, W]` f32, on the CPU also bf16.
+/// Writes the gradient of `x: [N, C]` to `dx: [N, C]`, given `dy: [N, C]`, all in the same dtype.
+/// Adds the gradient of the weight to `dweight: [C, W]` f32, on the CPU also bf16.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
@@ -182,7 +182,7 @@ struct BlockRows<'a, T> {
 struct ConvRows<'a, T> {
     data: &'a [T],
     stride: usize,
-    /// `[W, C]`.
+    /// The weight by taps, `[W, C]`.
     weight: &'a [f32],
     channels: usize,
 }

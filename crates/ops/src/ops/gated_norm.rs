@@ -1,8 +1,8 @@
 //! RMSNorm of each head, times the SiLU of a gate: `y = x / rms(x) · w · silu(z)` with `rms(x) =
 //! sqrt(mean(x²) + eps)` over the D values of a head. All in f32, rounded once.
 //!
-//! Backward, with `x̂ = x / rms` and `q = dy · w · silu(z)`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dz =
-//! dy · w · x̂ · silu'(z)`, `dw = Σ dy · silu(z) · x̂` over rows and heads.
+//! Backward, with `x̂ = x / rms` and `q = dy · w · silu(z)`: `dx = (q − x̂ · mean(q · x̂)) / rms`,
+//! `dz = dy · w · x̂ · silu'(z)`, `dw = Σ dy · silu(z) · x̂` over rows and heads.
 
 pub(super) mod cases;
 mod cuda;
@@ -53,9 +53,9 @@ pub fn gated_rms_norm(x: &Tensor, z: ColumnView<'_>, weight: &Tensor, eps: f64) 
     })
 }
 
-/// Returns the gradient of `x: [N, H · D]` and writes that of `z` to `dz: [N, H · D]`, given `dy: [N,
-/// H · D]`, all in the same dtype. Adds the weight's gradient to `dweight: [D]` f32, on the CPU also
-/// bf16.
+/// Returns the gradient of `x: [N, H · D]` and writes that of `z` to `dz: [N, H · D]`, given `dy:
+/// [N, H · D]`, all in the same dtype. Adds the weight's gradient to `dweight: [D]` f32, on the CPU
+/// also bf16.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.

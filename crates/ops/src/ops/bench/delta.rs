@@ -1,6 +1,6 @@
-//! The parts of a gated linear attention, at the sizes of Qwen3.5: 16 heads of 128, and a convolution
-//! of four tokens. The delta rule is measured by the products of its chunks, the rest by the values
-//! that they read and write.
+//! The parts of a gated linear attention, at the sizes of Qwen3.5: 16 heads of 128, and a
+//! convolution of four tokens. The delta rule is measured by the products of its chunks, the rest
+//! by the values that they read and write.
 
 use candle_core::DType;
 

@@ -8,7 +8,7 @@ use crate::ops::glu::Activation;
 use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::runtime::TensorMut;
 
-/// The definition.
+/// The definition of [`super::causal_conv`].
 pub(crate) fn reference(
     x: ColumnView<'_>,
     weight: &Tensor,
@@ -43,7 +43,7 @@ pub(crate) fn reference(
     Ok(Tensor::cat(&parts, 0)?.to_dtype(dtype)?)
 }
 
-/// The backward formula.
+/// The backward formula in candle's primitives.
 pub(crate) fn reference_backward(
     x: ColumnView<'_>,
     weight: &Tensor,

@@ -1,6 +1,6 @@
 //! The delta rule on the CPU: a task is a span and a key head with its value heads, which share the
-//! products of keys and queries. Their gradients of a key head are summed in their order, so the bits
-//! do not depend on the number of threads.
+//! products of keys and queries. Their gradients of a key head are summed in their order, so the
+//! bits do not depend on the number of threads.
 
 mod backward;
 mod chunk;
@@ -187,8 +187,8 @@ pub(super) fn backward(
     })
 }
 
-/// Returns the gradients of the gates `[N, V]` from those of the tasks, which begin at a row and belong
-/// to a key head.
+/// Returns the gradients of the gates `[N, V]` from those of the tasks, which begin at a row and
+/// belong to a key head.
 fn gates_by_row(
     rows: usize,
     heads: DeltaHeads,

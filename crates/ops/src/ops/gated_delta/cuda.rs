@@ -1,6 +1,6 @@
-//! The delta rule by the kernels of `kernels/gated_delta.cu`: 8 lanes hold a column of a state and step
-//! over the tokens. The backward processes the value heads of some key heads at a time, so that the
-//! tensors between its steps stay within [`DELTA_WORKSPACE`].
+//! The delta rule by the kernels of `kernels/gated_delta.cu`: 8 lanes hold a column of a state and
+//! step over the tokens. The backward processes the value heads of some key heads at a time, so
+//! that the tensors between its steps stay within [`DELTA_WORKSPACE`].
 
 use std::rc::Rc;
 
@@ -21,6 +21,9 @@ const LINES: usize = 16;
 const UNITS: usize = 4;
 /// Maximum number of values of a key and of a value.
 const MOST: usize = 256;
+/// Bytes of the tensors between the steps of a backward; few in tests, so that small cases have
+/// several passes.
+const WORKSPACE: usize = if cfg!(test) { 1 << 16 } else { DELTA_WORKSPACE };
 
 /// Returns true if kernels support these inputs.
 pub(super) fn is_supported(inputs: &DeltaInputs<'_>, heads: DeltaHeads) -> bool {
@@ -187,8 +190,8 @@ impl<'a> Launches<'a> {
         }
     }
 
-    /// Step 3: writes the gradients of the normed queries and keys, `[N, heads, 2, Dk]`, and those of
-    /// the decays, `[N, heads, parts]`.
+    /// Step 3: writes the gradients of the normed queries and keys, `[N, heads, 2, Dk]`, and those
+    /// of the decays, `[N, heads, parts]`.
     fn rows(&self, step: &BackwardStep<'_>, dout: &Tensor, to: [&Tensor; 2]) -> Result<()> {
         let shape = self.shape(&self.tables.chunks, step.heads, self.heads.key_dim)?;
         macro_rules! rows {
@@ -350,8 +353,7 @@ pub(super) fn backward(
     let states = (chunks > 0).then_some(&output.states);
     let parts = heads.key_dim.div_ceil(LINES);
     let group = heads.group();
-    let at_once =
-        (DELTA_WORKSPACE / key_head_bytes(rows, chunks, heads).max(1)).clamp(1, heads.num_key_heads);
+    let at_once = (WORKSPACE / key_head_bytes(rows, chunks, heads).max(1)).clamp(1, heads.num_key_heads);
     for first in (0..heads.num_key_heads).step_by(at_once) {
         let count = at_once.min(heads.num_key_heads - first) * group;
         let range = HeadRange { first: first * group, count };

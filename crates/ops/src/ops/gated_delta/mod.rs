@@ -9,12 +9,12 @@
 //! o = Sᵀq
 //! ```
 //!
-//! Value head h uses the key head `h / (V / K)`. All in f32, results are rounded once. Spans restart
-//! the state and the chunks, so the bits of a sequence do not depend on its neighbours.
+//! Value head h uses the key head `h / (V / K)`. All in f32, results are rounded once. Spans
+//! restart the state and the chunks, so the bits of a sequence do not depend on its neighbours.
 //!
 //! The CPU form computes a chunk of 64 tokens by matrix products. With `γ` the running sum of `g`,
-//! `D_ij = e^(γ_i − γ_j)` and `S` the state before the chunk, the corrections `u = β (v − …)` solve a
-//! unit lower-triangular system:
+//! `D_ij = e^(γ_i − γ_j)` and `S` the state before the chunk, the corrections `u = β (v − …)` solve
+//! a unit lower-triangular system:
 //!
 //! ```text
 //! u_i + Σ_{j<i} β_i D_ij (k_i·k_j) u_j = β_i (v_i − e^γ_i Sᵀk_i)
@@ -22,8 +22,8 @@
 //! S' = e^γ_C S + Σ_j D_Cj k_j u_jᵀ
 //! ```
 //!
-//! The backward recomputes a chunk from the state before it, the only tensor that the forward saves,
-//! and carries the gradient of the state backwards. Symbols: K key heads, V value heads.
+//! The backward recomputes a chunk from the state before it, the only tensor that the forward
+//! saves, and carries the gradient of the state backwards. Symbols: K key heads, V value heads.
 
 pub(super) mod cases;
 mod cpu;
@@ -44,8 +44,8 @@ pub(crate) use reference::{reference, reference_backward};
 /// Tokens of a chunk.
 pub const CHUNK: usize = 64;
 
-/// Bytes that a backward on a GPU takes for the tensors between its steps, at most, unless one key head
-/// needs more.
+/// Bytes that a backward on a GPU takes for the tensors between its steps, at most, unless one key
+/// head needs more.
 pub const DELTA_WORKSPACE: usize = 256 << 20;
 
 /// Added to the sum of squares of a key or a query.
@@ -123,8 +123,8 @@ pub struct DeltaInputs<'a> {
 pub struct DeltaOutput {
     /// `[N, V·Dv]` in the dtype of the inputs; zero for rows outside all spans.
     pub out: Tensor,
-    /// The state before each chunk of 64 tokens, `[chunks, V, Dk, Dv]` f32. The first chunk of a span,
-    /// before which the state is zero, is left out, and so are all chunks of a generation.
+    /// The state before each chunk of 64 tokens, `[chunks, V, Dk, Dv]` f32. The first chunk of a
+    /// span, before which the state is zero, is left out, and so are all chunks of a generation.
     pub states: Tensor,
 }
 
@@ -137,8 +137,8 @@ pub struct DeltaParamGrads<'a> {
     pub dt_bias: Option<&'a TensorMut>,
 }
 
-/// Computes the gated delta rule within every span. A generation passes `state: [V, Dk, Dv]` f32, the
-/// state before the first row of its one span, which becomes that after the last row.
+/// Computes the gated delta rule within every span. A generation passes `state: [V, Dk, Dv]` f32,
+/// the state before the first row of its one span, which becomes that after the last row.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous or of another shape, the spans overlap or are not in order,
@@ -161,8 +161,8 @@ pub fn gated_delta(
     }
 }
 
-/// Returns the gradient of `qkv`, and writes those of `a` and `b`: `[N, V]` in the same dtype. `dout`
-/// is that of [`DeltaOutput::out`].
+/// Returns the gradient of `qkv`, and writes those of `a` and `b`: `[N, V]` in the same dtype.
+/// `dout` is that of [`DeltaOutput::out`].
 ///
 /// # Errors
 /// Fails like [`gated_delta`], or if `output` has no state for a chunk.

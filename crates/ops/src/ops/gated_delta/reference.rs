@@ -151,8 +151,8 @@ impl TokenGrads {
         Ok(TokenGrads { q: key.clone(), k: key, v: value, log_decay: one.clone(), beta: one })
     }
 
-    /// Writes the gradients of `row` and returns that of the state before it, given that of the state
-    /// after it without the row's output, whose gradient is `dout`.
+    /// Writes the gradients of `row` and returns that of the state before it, given that of the
+    /// state after it without the row's output, whose gradient is `dout`.
     fn add_row(
         &mut self,
         row: usize,

@@ -11,8 +11,8 @@ use crate::runtime::TensorMut;
 /// Threads per block, and heads of rows that they process.
 const THREADS: u32 = 256;
 const UNITS: usize = 8;
-/// Threads per block of the weight's gradient, and maximum number of these blocks; each writes a row
-/// of partial sums.
+/// Threads per block of the weight's gradient, and maximum number of these blocks; each writes a
+/// row of partial sums.
 const GAIN_THREADS: u32 = 128;
 const PARTS: usize = 256;
 

@@ -1,7 +1,7 @@
 //! The backward of the chunks of a head, from the last one to the first.
 //!
-//! With the forward's u = `added`, P = `scores`, A = `system`, R = `read`, the state S before and the
-//! gradient dS of the state after a chunk:
+//! With the forward's u = `added`, P = `scores`, A = `system`, R = `read`, the state S before and
+//! the gradient dS of the state after a chunk:
 //!
 //! ```text
 //! du = Pᵀ dO + D_C (K dS),  B = (I + A)⁻ᵀ du,  dA = −B uᵀ,  dP = dO uᵀ
@@ -114,9 +114,9 @@ impl KeyGrads {
 
 /// The gradients of a chunk of a value head.
 struct ValueGrads {
-    /// `[len, Dv]`.
+    /// Those of the values, `[len, Dv]`.
     v: Vec<f32>,
-    /// Those of β and of the logarithm of the decay, by token.
+    /// Those of β, and of the logarithm of the decay, by token.
     beta: Vec<f32>,
     log_decay: Vec<f32>,
 }
@@ -137,15 +137,16 @@ impl ValueGrads {
 struct ChunkGrads<'a> {
     keys: &'a KeyChunk,
     chunk: &'a ValueChunk,
-    /// Dv.
+    /// The width of a value, Dv.
     dim: usize,
     /// True for the last chunk of a span, whose final state has no gradient.
     is_last: bool,
 }
 
 impl ChunkGrads<'_> {
-    /// Returns the gradients of the values and gates, given `dout: [len, Dv]`; adds those of keys and
-    /// queries, and replaces the gradient of the state after the chunk by that of the state before it.
+    /// Returns the gradients of the values and gates, given `dout: [len, Dv]`; adds those of keys
+    /// and queries, and replaces the gradient of the state after the chunk by that of the state
+    /// before it.
     fn run(
         &self,
         grads: &mut KeyGrads,

@@ -10,7 +10,7 @@ use crate::runtime::cpu_tensor::FloatElement;
 /// The constants of a value head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeadGate {
-    /// −exp(a_log).
+    /// The decay rate, −exp(a_log).
     pub(super) rate: f32,
     pub(super) dt_bias: f32,
 }
@@ -115,8 +115,8 @@ pub(super) struct ValueChunk {
 }
 
 impl ValueChunk {
-    /// Computes the chunk of `len` tokens from row `first` on, from the state `[Dk, Dv]` before it; it
-    /// is zero if none is given.
+    /// Computes the chunk of `len` tokens from row `first` on, from the state `[Dk, Dv]` before it;
+    /// it is zero if none is given.
     pub(super) fn of<T: FloatElement>(
         all: &DeltaRows<'_, T>,
         keys: &KeyChunk,
