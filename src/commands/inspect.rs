@@ -41,9 +41,12 @@ fn of_model(files: &ModelFiles) -> Result<String> {
     let _ = writeln!(text, "architecture  {}", summary.architecture.clone().unwrap_or_else(unknown));
     let _ = writeln!(text, "model_type    {}", summary.model_type.clone().unwrap_or_else(unknown));
     let _ = writeln!(text, "parameters    {}", tally(&summary.total));
-    if let Some(unused) = unused_weights(files.folder()).filter(|unused| *unused > 0) {
-        let active = units::count(summary.total.elements.saturating_sub(unused));
-        let _ = writeln!(text, "  active      {active} for a token, which does not use all experts");
+    if let Some(active) = active_weights(files.folder()) {
+        let _ = writeln!(
+            text,
+            "  active      {} for a token, which does not use all experts",
+            units::count(active)
+        );
     }
     for (dtype, part) in &summary.dtypes {
         let _ = writeln!(text, "  {:<11} {}", dtype.to_string(), tally(part));
@@ -62,11 +65,14 @@ fn of_model(files: &ModelFiles) -> Result<String> {
     Ok(text)
 }
 
-/// Returns the number of weights of experts that a token does not use; `None` for a model that
+/// Returns the number of weights that a token uses; `None` for a model without experts, or one that
 /// finetune does not compute.
-fn unused_weights(folder: &Path) -> Option<u64> {
+fn active_weights(folder: &Path) -> Option<u64> {
     let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).ok()?;
-    Some(model::unused_weights(&ModelConfig::from_json(&text, CONFIG_FILE).ok()?))
+    let config = ModelConfig::from_json(&text, CONFIG_FILE).ok()?;
+    let all: u64 = model::parameters(&config).iter().map(|spec| spec.len() as u64).sum();
+    let unused = model::unused_weights(&config);
+    (unused > 0).then(|| all - unused)
 }
 
 fn tally(tally: &Tally) -> String {

@@ -17,8 +17,10 @@ use crate::engine::Engine;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
-use crate::model::{self, ModelConfig, RotaryTables};
+use crate::model::{self, DeltaMixer, ModelConfig, RotaryTables};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
+use crate::ops::causal_conv::KERNEL_TAPS;
+use crate::ops::gated_delta::MOST_WIDE_HEAD;
 use crate::ops::has_kernels;
 use crate::parallel;
 use crate::parallel::{
@@ -133,6 +135,12 @@ impl EngineOptions {
             return (!self.device.is_cpu())
                 .then(|| format!("{old}; every operation uses its slow reference form"));
         }
+        if let Some(delta) = config.gated_deltas().find(|delta| !delta_has_kernels(delta)) {
+            return Some(format!(
+                "Gated DeltaNet has kernels for a convolution over {KERNEL_TAPS} tokens and heads of at most {MOST_WIDE_HEAD}; over {} tokens and heads of {} and {} it uses its slow reference form",
+                delta.conv_kernel, delta.heads.key_dim, delta.heads.value_dim
+            ));
+        }
         let dim = config.heads.head_dim;
         if self.attention == Attention::Eager
             || (self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim))
@@ -163,6 +171,11 @@ impl EngineOptions {
             frozen: SharedFrozen::default(),
         }
     }
+}
+
+/// Returns whether the operations of Gated DeltaNet have kernels for these sizes.
+fn delta_has_kernels(delta: &DeltaMixer) -> bool {
+    delta.conv_kernel == KERNEL_TAPS && delta.heads.key_dim.max(delta.heads.value_dim) <= MOST_WIDE_HEAD
 }
 
 impl BaseModel {
@@ -210,6 +223,16 @@ impl BaseModel {
         };
         base.skipped = base.skipped_layers(quantization)?;
         Ok(base)
+    }
+
+    /// Opens the weights of a full run's checkpoint in `folder`.
+    ///
+    /// # Errors
+    /// The files cannot be read, or are of another model.
+    pub(crate) fn open_checkpoint(&self, folder: &Path) -> Result<ModelFiles> {
+        let mut files = ModelFiles::open(folder)?;
+        model::unstack_experts(&self.config, &mut files)?;
+        Ok(files)
     }
 
     /// Returns the stacks in which a trained model has the experts of its blocks, by the name of each

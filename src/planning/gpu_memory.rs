@@ -154,10 +154,10 @@ impl BlockStep<'_> {
         let mixer = &self.shape.token_mixer;
         let (input, output) = (mixer.input_width(config.heads), mixer.output_width(config.heads));
         let of_tokens = [
-            // Beside `around`: through the output projection; then the mixer's inside; then through
-            // the first projections to their input, and through its norm.
+            // Beside `around`: through the output projection; then the operations between the
+            // projections; then through the first projections to their input, and through its norm.
             around + rows(2 * d + output) + through(LinearGroup::O),
-            around + rows(2 * d + self.inside_token_mixer()),
+            around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace(),
             around + rows(3 * d + input) + through(LinearGroup::Qkv),
             around + rows(5 * d) + self.until_norm(input),
             // Forward: the gradient of the block's output, and the layer's input; for the last
@@ -191,6 +191,14 @@ impl BlockStep<'_> {
                 let (conv, value) = (mixer.heads.conv_width(), mixer.heads.value_width());
                 (value + mixer.input_width() + 2 * conv).max(2 * mixer.input_width())
             }
+        }
+    }
+
+    /// Returns the bytes of tensors of other shapes in the backward of the delta rule.
+    fn delta_workspace(&self) -> u64 {
+        match &self.shape.token_mixer {
+            TokenMixer::Attention(_) => 0,
+            TokenMixer::GatedDelta(mixer) => mixer.heads.backward_workspace(self.step.tokens) as u64,
         }
     }
 

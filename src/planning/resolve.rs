@@ -29,11 +29,11 @@ use crate::loading::base_model::{BaseModel, EngineOptions};
 use crate::loading::dataset::DatasetLoader;
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::{ResolvedSource, Resolver};
-use crate::model::{ModelConfig, unstack_experts};
+use crate::model::ModelConfig;
 use crate::parallel::{ParamDesc, ShardingStrategy, SharedFrozen};
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute, Strategy};
 use crate::units;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
+use crate::weights::{DigestTask, ModelIdentity, StoredDtype};
 
 /// A run with every decision made.
 #[derive(Debug)]
@@ -283,11 +283,7 @@ impl Plan {
         changes.extend(self.harmless_changes(saved));
         match &mut self.adapter_setup {
             Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
-            None => {
-                let mut files = ModelFiles::open(&saved.folder)?;
-                unstack_experts(&self.base.config, &mut files)?;
-                self.base.files = Some(files);
-            }
+            None => self.base.files = Some(self.base.open_checkpoint(&saved.folder)?),
         }
         Ok(changes)
     }

@@ -11,7 +11,6 @@ use crate::engine::Trainer;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::loading::initial_values::InitialValues;
 use crate::planning::Plan;
-use crate::weights::ModelFiles;
 
 /// Resets `trainer` to the newest checkpoint of the run of `plan` in `output` within `steps`, and
 /// returns its step; none without an intact checkpoint. All ranks call it.
@@ -42,7 +41,7 @@ pub(crate) fn roll_back(
     let setup = plan.adapter_setup.as_ref();
     let setup = setup.map(|setup| SavedAdapter::read(&saved.folder).map(|saved| setup.resumed(saved)));
     let adapter_setup = setup.transpose()?;
-    let weights = adapter_setup.is_none().then(|| ModelFiles::open(&saved.folder)).transpose()?;
+    let weights = adapter_setup.is_none().then(|| plan.base.open_checkpoint(&saved.folder)).transpose()?;
     let files = weights.as_ref().or(plan.base.files.as_ref());
     let values = InitialValues::new(&plan.base.config, files, adapter_setup.as_ref(), plan.recipe.train.seed);
     trainer.engine.store.refill_trainable(&mut |desc, local, to| values.fill(desc, local, to))?;

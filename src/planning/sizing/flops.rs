@@ -20,7 +20,6 @@ use std::collections::HashSet;
 
 use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, TokenMixer, WeightShape};
 use crate::objectives::ObjectiveCost;
-use crate::ops::gated_delta::{CHUNK, DeltaHeads};
 use crate::parallel::ParamDesc;
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
@@ -43,7 +42,7 @@ pub struct TokenFlops {
     pub head: f64,
     /// The path of the loss through the output layer.
     pub loss_path: LossPath,
-    /// Operations of attention in all layers.
+    /// Operations of attention, or of the delta rule, in all layers.
     pub attention: f64,
     /// Operations of recomputing.
     pub recomputed: f64,
@@ -194,15 +193,6 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
             };
             4.0 * width * seen
         }
-        TokenMixer::GatedDelta(delta) => delta_forward(delta.heads, row),
+        TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
     })
-}
-
-/// Returns the operations of the delta rule for a token: three products with the state, and within
-/// a chunk five with half of a triangle (arXiv 2412.06464, section 3.3).
-fn delta_forward(heads: DeltaHeads, row: f64) -> f64 {
-    let chunk = row.min(CHUNK as f64);
-    let [count, keys, values] =
-        [heads.num_value_heads, heads.key_dim, heads.value_dim].map(|size| size as f64);
-    count * (6.0 * keys * values + chunk * (3.0 * keys + 2.0 * values))
 }

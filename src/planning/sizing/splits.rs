@@ -108,7 +108,7 @@ pub fn splits(work: &SplitWork<'_>, hardware: &Hardware) -> (Vec<ParallelSplit>,
     };
     let tensor = allowed("tensor", &|size| tensor_refusal(work.config, hardware, size));
     let pipeline = allowed("pipeline", &|size| pipeline_refusal(work.config, size));
-    let context = allowed("context", &|size| context_refusal(work.row, size));
+    let context = allowed("context", &|size| context_refusal(work, size));
     for (&t, &p) in tensor.iter().flat_map(|t| pipeline.iter().map(move |p| (t, p))) {
         for &c in &context {
             if !ranks.is_multiple_of(t * p * c) {
@@ -171,13 +171,16 @@ fn pipeline_refusal(config: &ModelConfig, size: usize) -> Option<String> {
     (!layers.is_multiple_of(size)).then(|| format!("it does not divide {layers} layers"))
 }
 
-fn context_refusal(row: f64, size: usize) -> Option<String> {
+fn context_refusal(work: &SplitWork<'_>, size: usize) -> Option<String> {
     // Each rank takes a piece from the front and one from the back, so that all see equally many
     // keys.
     let pieces = 2 * size;
-    let row = row as usize;
+    let row = work.row as usize;
     match () {
         () if size == 1 => None,
+        () if work.config.gated_deltas().next().is_some() => {
+            Some("a recurrence passes its state from part to part of a row".to_owned())
+        }
         () if row < LONG_ROW => {
             Some(format!("context parallelism pays from rows of {LONG_ROW} tokens, and these have {row}"))
         }

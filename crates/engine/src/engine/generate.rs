@@ -69,7 +69,7 @@ impl Engine {
         Ok(made)
     }
 
-    /// Checks that the memory suffices for the keys and values of `capacity` tokens.
+    /// Checks that the memory suffices for the caches of `capacity` tokens.
     fn check_cache(&self, capacity: usize, dtype: DType) -> Result<()> {
         let caches = (0..self.config.num_layers())
             .map(|layer| BlockCache::bytes(&self.config, layer, capacity, dtype));
@@ -83,7 +83,7 @@ impl Engine {
         if needed <= there {
             return Ok(());
         }
-        Err(Error::user(format!("cannot keep the keys and values of {capacity} tokens"))
+        Err(Error::user(format!("cannot keep the keys, values and states of {capacity} tokens"))
             .because(format!("they need {}; {} available", units::bytes(needed), units::bytes(there)))
             .hint("give a smaller `--max-new-tokens`"))
     }

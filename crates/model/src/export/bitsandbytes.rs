@@ -155,7 +155,9 @@ impl LinearLayers {
         let [gates, linear] = [gates, linear]
             .map(|modules| modules.into_iter().map(|module| module.name).collect::<Vec<String>>());
         let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();
-        let named: HashSet<&str> = linear.iter().flat_map(|layer| runs_of_parts(layer)).collect();
+        // A gate is skipped without its name too.
+        let named: HashSet<&str> =
+            linear.iter().chain(&gates).flat_map(|layer| runs_of_parts(layer)).collect();
         for name in skip {
             if !named.contains(name.as_str()) {
                 let mut ends: Vec<&str> =

@@ -56,7 +56,7 @@ pub enum BlockPart {
     DeltaConv,
     /// The logarithm of each head's rate of decay.
     DeltaRate,
-    /// What is added to the projected decay of each head.
+    /// The addend of the projected decay of each head.
     DeltaStep,
     /// The gated norm of each head's output.
     DeltaNorm,

@@ -17,7 +17,7 @@ use crate::ops::matmul::{add_bias, sum_rows};
 use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::zero;
+use crate::runtime::copy::{converted, stacked, zero};
 
 /// A linear layer's parameters.
 #[derive(Debug, Clone)]
@@ -136,12 +136,27 @@ impl MergedLinear {
         if self.merged.is_some() || self.layers.iter().any(|layer| layer.has_dora()) {
             return Ok(());
         }
-        let quantized = self.layers.iter().map(|layer| match &layer.weight {
-            WeightMatrix::Quantized(quantized) => Some(quantized),
-            WeightMatrix::Dense(_) => None,
-        });
-        let Some(quantized) = quantized.collect::<Option<Vec<_>>>() else { return Ok(()) };
-        let value = dequantize(&quantized, DType::BF16)?;
+        // Quantized layers come first, then the small gates that are never quantized.
+        let (mut quantized, mut dense) = (Vec::new(), Vec::new());
+        for layer in &self.layers {
+            match &layer.weight {
+                WeightMatrix::Quantized(weight) if dense.is_empty() => quantized.push(weight),
+                WeightMatrix::Dense(weight) if !quantized.is_empty() && weight.grad.is_none() => {
+                    dense.push(weight);
+                }
+                _ => return Ok(()),
+            }
+        }
+        if quantized.is_empty() {
+            return Ok(());
+        }
+        let mut value = dequantize(&quantized, DType::BF16)?;
+        if !dense.is_empty() {
+            let dense = dense.iter().map(|weight| converted(&weight.value, DType::BF16));
+            let dense = dense.collect::<Result<Vec<_>>>()?;
+            let parts: Vec<&Tensor> = std::iter::once(&value).chain(&dense).collect();
+            value = stacked(&parts)?;
+        }
         self.merged = Some(Param { value, grad: None });
         Ok(())
     }

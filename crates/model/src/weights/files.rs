@@ -298,7 +298,8 @@ impl ModelFiles {
             )));
         }
         if self.parts.contains_key(&stack.name) {
-            return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned()));
+            return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned())
+                .hint("give the model that was not quantized"));
         }
         let mut start = info.range.start;
         for (name, shape) in parts {

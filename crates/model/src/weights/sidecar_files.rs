@@ -237,6 +237,9 @@ fn copy_file(from: &Path, to: &Path) -> Result<()> {
     std::fs::write(to, contents).map_err(|error| Error::io("write", to, &error))
 }
 
+/// Keys of the number of layers that predict further tokens (Qwen3.5, GLM-4.5 and DeepSeek).
+const FURTHER_LAYERS: [&str; 2] = ["mtp_num_hidden_layers", "num_nextn_predict_layers"];
+
 /// Applies `changes`. `dtype` goes under the key of the file: `torch_dtype` up to transformers 4,
 /// `dtype` since 5.
 fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
@@ -253,6 +256,12 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     }
     if let (Some(tokens), Some(vocab_size)) = (changes.vocab_size, config.get_mut("vocab_size")) {
         *vocab_size = tokens.into();
+    }
+    // The written weights have no layers that predict further tokens.
+    for key in FURTHER_LAYERS {
+        if let Some(count) = config.get_mut(key).filter(|count| count.is_u64()) {
+            *count = 0.into();
+        }
     }
     match changes.quantization {
         QuantizationChange::Keep => {}
@@ -317,6 +326,13 @@ mod tests {
         assert_eq!(
             change(r#"{"quantization_config":{"load_in_4bit":true},"vocab_size":5,"z":1}"#, plain),
             r#"{"vocab_size":7,"z":1}"#
+        );
+        assert_eq!(
+            change(
+                r#"{"mtp_num_hidden_layers":1,"num_nextn_predict_layers":null}"#,
+                ConfigChanges::default()
+            ),
+            r#"{"mtp_num_hidden_layers":0,"num_nextn_predict_layers":null}"#
         );
         let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
         assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);

@@ -53,9 +53,14 @@ const VISION_MODELS: [VisionModel; 7] = [
         rope_theta: Some(5e5),
         ..vision("qwen3_vl", "qwen3_vl_text", "qwen3", "Qwen3ForCausalLM")
     },
-    VisionModel { tied: false, ..vision("qwen3_5", "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM") },
     VisionModel {
         tied: false,
+        text_ties: true,
+        ..vision("qwen3_5", "qwen3_5_text", "qwen3_5_text", "Qwen3_5ForCausalLM")
+    },
+    VisionModel {
+        tied: false,
+        text_ties: true,
         ..vision("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
     },
 ];

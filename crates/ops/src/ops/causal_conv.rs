@@ -28,6 +28,9 @@ use crate::runtime::cpu_tensor::{
 use crate::runtime::trace::{SpanInfo, span};
 pub(crate) use reference::{reference, reference_backward};
 
+/// The number of tokens of an output for which kernels exist.
+pub const KERNEL_TAPS: usize = 4;
+
 /// Columns that a loop processes at a time: their sums stay in the L1 cache.
 const COLUMNS: usize = 512;
 /// Rows of a task of the backward.

@@ -119,8 +119,9 @@ pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> V
         let kind = match tensor {
             EMBED_TOKENS => ModuleKind::Embedding,
             LM_HEAD => ModuleKind::Head,
-            _ if shape.len() == 1 => ModuleKind::Norm,
-            _ => ModuleKind::Linear,
+            _ if shape.len() == 2 => ModuleKind::Linear,
+            // Also the weights of a convolution, which are not quantized either.
+            _ => ModuleKind::Norm,
         };
         Some(Module { name: name.into(), kind, shape: shape.into() })
     };

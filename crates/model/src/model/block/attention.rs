@@ -258,8 +258,10 @@ impl AttentionWeights {
                 let dgated = TensorMut::new(dgated);
                 let inputs = Tensor::cat(&[gates, &saved.attended.out], 1)?;
                 let d = glu_backward(&inputs, &dgated, Activation::Sigmoid)?;
+                drop(inputs);
                 // The gated output takes the place of its gradient.
                 pending.add(&dgated)?;
+                drop(dgated);
                 let q = config.heads.q_width();
                 (columns_of(&d, &[q..2 * q])?, Some(columns_of(&d, &[0..q])?))
             }
@@ -276,11 +278,13 @@ impl AttentionWeights {
                 pass.context.attention,
             )?)
         };
+        drop(dattended);
         self.rotate_backward(pass, &saved.qkv, &dqkv)?;
         let dqkv = match dgates {
             None => dqkv,
             Some(dgates) => {
                 let both = Tensor::cat(&[&dqkv.into_tensor(), &dgates], 1)?;
+                drop(dgates);
                 TensorMut::new(columns_of(&both, &GateOrder::new(config.heads).raw)?)
             }
         };

@@ -38,7 +38,7 @@ pub struct GatedDeltaWeights {
     pub conv: Param,
     /// The logarithm of each head's rate of decay, `[V]`.
     pub rate: Param,
-    /// What is added to the projected decays, `[V]`.
+    /// The addend of the projected decays, `[V]`.
     pub step: Param,
     /// The gain of the gated norm, `[Dv]`.
     pub norm: Param,
@@ -187,11 +187,10 @@ impl GatedDeltaWeights {
         residual: Option<&Tensor>,
         state: Option<&mut DeltaState>,
     ) -> Result<(Tensor, GatedDeltaSaved)> {
-        let (raw, lora_input) = linear::forward(&self.input, x, None, pass.branch())?;
-        let projected = match self.mixer.by_key_head {
-            true => columns_of(&raw, &KeyHeadOrder::new(self.mixer.heads).to_parts)?,
-            false => raw,
-        };
+        let (mut projected, lora_input) = linear::forward(&self.input, x, None, pass.branch())?;
+        if self.mixer.by_key_head {
+            projected = columns_of(&projected, &KeyHeadOrder::new(self.mixer.heads).to_parts)?;
+        }
         let one = [Span::sequence(0, x.dim(0)?)];
         let spans = if state.is_some() { &one[..] } else { pass.context.spans };
         let columns = InputColumns::new(self.mixer.heads);
@@ -237,31 +236,30 @@ impl GatedDeltaWeights {
             pending.add(&self.normed(pass, projected, delta)?)?;
         }
         drop(dout);
-        let dprojected = self.backward_inside(pass, saved, &dnormed)?;
-        drop(dnormed);
-        let draw = match self.mixer.by_key_head {
-            true => columns_of(&dprojected, &KeyHeadOrder::new(self.mixer.heads).to_heads)?,
-            false => dprojected,
-        };
-        let draw = TensorMut::new(draw);
-        let (dinput, pending) =
-            linear::backward_first(&self.input, &saved.lora_input, &draw, source, need_dx)?;
+        let mut dprojected = self.backward_inside(pass, saved, dnormed)?;
+        if self.mixer.by_key_head {
+            dprojected = columns_of(&dprojected, &KeyHeadOrder::new(self.mixer.heads).to_heads)?;
+        }
+        let (saved, draw) = (&saved.lora_input, TensorMut::new(dprojected));
+        let (dinput, pending) = linear::backward_first(&self.input, saved, &draw, source, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 
-    /// Returns the gradient of the projected inputs from that of the gated norm.
+    /// Returns the gradient of the projected inputs from that of the gated norm's output.
     fn backward_inside(
         &self,
         pass: LayerPass<'_>,
         GatedDeltaSaved { projected, delta, .. }: &GatedDeltaSaved,
-        dnormed: &Tensor,
+        dnormed: Tensor,
     ) -> Result<Tensor> {
         let (spans, columns) = (pass.context.spans, InputColumns::new(self.mixer.heads));
         let (rows, width) = projected.dims2()?;
         let d = empty(rows, width, projected.dtype(), projected.device())?;
         let (z, dz) = (view(projected, columns.z.clone()), view_mut(&d, columns.z));
         let (norm, eps) = (&self.norm, pass.config.norm.eps);
-        let dout = gated_rms_norm_backward(&delta.out, z, &norm.value, dnormed, norm.grad.as_ref(), eps, dz)?;
+        let dout =
+            gated_rms_norm_backward(&delta.out, z, &norm.value, &dnormed, norm.grad.as_ref(), eps, dz)?;
+        drop(dnormed);
         let raw_qkv = view(projected, columns.qkv.clone());
         let qkv = causal_conv(raw_qkv, &self.conv.value, spans, None)?;
         let grads = DeltaParamGrads { a_log: self.rate.grad.as_ref(), dt_bias: self.step.grad.as_ref() };

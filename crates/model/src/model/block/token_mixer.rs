@@ -53,7 +53,7 @@ impl TokenMixerWeights {
                 let (out, saved) = delta.forward(pass, x, residual, Some(state))?;
                 Ok((out, TokenMixerSaved::GatedDelta(saved)))
             }
-            _ => Err(Error::internal("the cache is of another token mixer")),
+            _ => Err(Error::internal("the cache belongs to another kind of token mixer")),
         }
     }
 
@@ -72,7 +72,7 @@ impl TokenMixerWeights {
             (TokenMixerWeights::GatedDelta(delta), TokenMixerSaved::GatedDelta(saved)) => {
                 delta.backward(pass, saved, half)
             }
-            _ => Err(Error::internal("the saved tensors are of another token mixer")),
+            _ => Err(Error::internal("the saved tensors belong to another kind of token mixer")),
         }
     }
 }
@@ -108,7 +108,7 @@ impl TokenMixerSaved {
     }
 }
 
-/// What a block keeps of the tokens seen so far, for generation.
+/// The memory of a block of the tokens seen so far, for generation.
 #[derive(Debug)]
 pub enum BlockCache {
     /// Keys and values of all tokens.

@@ -159,7 +159,7 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" => {
+        "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_5" | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",

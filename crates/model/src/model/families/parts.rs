@@ -182,7 +182,7 @@ pub(super) fn with_eps(keys: &ConfigReader<'_>, composition: Composition, eps: f
     Ok(Composition { norm: NormKind { eps, ..composition.norm }, ..composition })
 }
 
-fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
+pub(super) fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
     let name = match keys.opt_str("hidden_activation")? {
         Some(name) => name,
         None => keys.opt_str("hidden_act")?.unwrap_or("silu"),

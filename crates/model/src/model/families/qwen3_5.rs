@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::model::composition::{AttentionMixer, BlockConfig, DeltaMixer, QkNormWidth, TokenMixer};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::gated_delta::DeltaHeads;
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
 pub(super) static QWEN3_5: Architecture = Architecture {
@@ -41,6 +42,11 @@ pub(super) fn token_mixers(
     sizes: &ModelSizes,
     by_key_head: bool,
 ) -> Result<Vec<TokenMixer>> {
+    // The convolution of Gated DeltaNet has the activation of the MLP in transformers.
+    if parts::activation(keys)? != Activation::Silu {
+        let found = keys.opt_str("hidden_act")?.unwrap_or_default();
+        return Err(refused("hidden_act", format!("\"{found}\""), "silu"));
+    }
     let attention = AttentionMixer {
         qk_norm: Some(QkNormWidth::Head),
         has_gates: true,

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
+use super::KERNEL_TAPS;
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
@@ -12,15 +13,13 @@ use crate::runtime::TensorMut;
 
 /// Threads per block.
 const THREADS: usize = 256;
-/// Taps of the kernels.
-const TAPS: usize = 4;
 /// Rows of a block of the forward, and of the backward.
 const FORWARD_ROWS: usize = 16;
 const ROWS: usize = 64;
 
 /// Returns true if kernels support these inputs.
 pub(super) fn is_supported(x: ColumnView<'_>, weight: &Tensor) -> bool {
-    are_supported(x.tensor, weight) && weight.dims().last() == Some(&TAPS)
+    are_supported(x.tensor, weight) && weight.dims().last() == Some(&KERNEL_TAPS)
 }
 
 fn blocks(channels: usize, parts: usize) -> Result<LaunchShape> {
@@ -70,7 +69,7 @@ pub(super) fn backward(
     let ((rows, width), device) = (x.tensor.dims2()?, x.tensor.device());
     let tables = SpanTables::of(spans, rows, device)?;
     let parts = rows.div_ceil(ROWS);
-    let partial = dweight.map(|_| empty(parts, x.len * TAPS, DType::F32, device)).transpose()?;
+    let partial = dweight.map(|_| empty(parts, x.len * KERNEL_TAPS, DType::F32, device)).transpose()?;
     let shape = blocks(x.len, parts)?;
     let (count, channels) = (number(rows)?, number(x.len)?);
     let (stride, dx_stride) = (number(width)?, number(dx.tensor.dim(1)?)?);

@@ -6,7 +6,10 @@ use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
 
-use super::{CHUNK, DELTA_WORKSPACE, DeltaHeads, DeltaInputs, DeltaOutput, GateGrads, Span, states_of};
+use super::{
+    CHUNK, DELTA_WORKSPACE, DeltaHeads, DeltaInputs, DeltaOutput, GateGrads, KERNEL_LINES, MOST_WIDE_HEAD,
+    Span, states_of,
+};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, are_floats, kernels, number};
 use crate::ops::matmul::{ColumnView, empty, sum_rows};
@@ -16,11 +19,9 @@ use crate::runtime::TensorMut;
 /// Threads per block.
 const THREADS: u32 = 128;
 /// Columns or rows of a state of a block.
-const LINES: usize = 16;
+const LINES: usize = KERNEL_LINES;
 /// Rows and key heads of a block, one for each warp.
 const UNITS: usize = 4;
-/// Maximum number of values of a key and of a value.
-const MOST: usize = 256;
 /// Bytes of the tensors between the steps of a backward; few in tests, so that small cases have
 /// several passes.
 const WORKSPACE: usize = if cfg!(test) { 1 << 16 } else { DELTA_WORKSPACE };
@@ -30,8 +31,8 @@ pub(super) fn is_supported(inputs: &DeltaInputs<'_>, heads: DeltaHeads) -> bool 
     let dtype = inputs.qkv.dtype();
     are_floats([dtype])
         && [inputs.a.tensor.dtype(), inputs.b.tensor.dtype()] == [dtype; 2]
-        && heads.key_dim <= MOST
-        && heads.value_dim <= MOST
+        && heads.key_dim <= MOST_WIDE_HEAD
+        && heads.value_dim <= MOST_WIDE_HEAD
 }
 
 /// The launches of one call.
@@ -353,7 +354,8 @@ pub(super) fn backward(
     let states = (chunks > 0).then_some(&output.states);
     let parts = heads.key_dim.div_ceil(LINES);
     let group = heads.group();
-    let at_once = (WORKSPACE / key_head_bytes(rows, chunks, heads).max(1)).clamp(1, heads.num_key_heads);
+    debug_assert!(chunks <= rows / CHUNK);
+    let at_once = heads.key_heads_at_once(rows, WORKSPACE);
     for first in (0..heads.num_key_heads).step_by(at_once) {
         let count = at_once.min(heads.num_key_heads - first) * group;
         let range = HeadRange { first: first * group, count };
@@ -380,12 +382,4 @@ pub(super) fn backward(
         }
     }
     Ok(dqkv.into_tensor())
-}
-
-/// Returns the bytes of the tensors between the steps of the backward for one key head.
-fn key_head_bytes(rows: usize, chunks: usize, heads: DeltaHeads) -> usize {
-    let parts = heads.key_dim.div_ceil(LINES);
-    let of_row = 2 * heads.value_dim + 2 * heads.key_dim + parts + 2;
-    debug_assert!(chunks <= rows / CHUNK);
-    size_of::<f32>() * heads.group() * (rows * of_row + chunks * heads.state_len())
 }

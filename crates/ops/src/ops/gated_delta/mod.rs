@@ -44,9 +44,15 @@ pub(crate) use reference::{reference, reference_backward};
 /// Tokens of a chunk.
 pub const CHUNK: usize = 64;
 
+/// The largest number of values of a key, and of a value, for which kernels exist.
+pub const MOST_WIDE_HEAD: usize = 256;
+
+/// Lines of a state that a block of the kernels holds.
+const KERNEL_LINES: usize = 16;
+
 /// Bytes that a backward on a GPU takes for the tensors between its steps, at most, unless one key
 /// head needs more.
-pub const DELTA_WORKSPACE: usize = 256 << 20;
+const DELTA_WORKSPACE: usize = 256 << 20;
 
 /// Added to the sum of squares of a key or a query.
 const NORM_EPS: f32 = 1e-6;
@@ -88,6 +94,25 @@ impl DeltaHeads {
     /// Returns the values of the state of one value head.
     pub(super) fn state_len(self) -> usize {
         self.key_dim * self.value_dim
+    }
+
+    /// Returns the bytes of the tensors between the steps of a GPU's backward over `rows` tokens for
+    /// one key head.
+    fn key_head_bytes(self, rows: usize) -> usize {
+        let parts = self.key_dim.div_ceil(KERNEL_LINES);
+        let of_row = 2 * self.value_dim + 2 * self.key_dim + parts + 2;
+        size_of::<f32>() * self.group() * (rows * of_row + rows / CHUNK * self.state_len())
+    }
+
+    /// Returns the number of key heads that a GPU's backward over `rows` tokens computes together
+    /// within `workspace` bytes.
+    fn key_heads_at_once(self, rows: usize, workspace: usize) -> usize {
+        (workspace / self.key_head_bytes(rows).max(1)).clamp(1, self.num_key_heads)
+    }
+
+    /// Returns the bytes that a GPU's backward over `rows` tokens takes between its steps.
+    pub fn backward_workspace(self, rows: usize) -> usize {
+        self.key_heads_at_once(rows, DELTA_WORKSPACE) * self.key_head_bytes(rows)
     }
 
     /// Returns the floating-point operations of a forward over `tokens` tokens of long sequences.
