@@ -310,3 +310,27 @@ fn tables_in_16_bits_generate_and_evaluate() {
     assert!(generated.status.success(), "{}", told(&generated));
     assert!(!generated.stdout.is_empty());
 }
+
+/// Only the linear layers of Gated DeltaNet with many outputs are quantized: a merged model has the
+/// convolution and the gates of its base.
+#[test]
+fn a_recurrence_keeps_its_values() {
+    let place = tempfile::tempdir().unwrap();
+    let model = "families/models/tiny-qwen3-5";
+    let run = Run::train(place.path(), "out", model, "--recipe=qlora train.max_steps=2");
+    let (base, merged) = (golden().join(model), place.path().join("merged"));
+    let text = |path: &Path| path.display().to_string();
+    let args =
+        ["merge", "--model", &text(&base), "--adapter", &text(&run.output), "--output", &text(&merged)];
+    let done = finetune(&args.map(str::to_owned));
+    assert!(done.status.success(), "{}", told(&done));
+    let [base, merged] = [base, merged].map(|folder| ModelFiles::open(&folder).unwrap());
+    let same = |name: &str| {
+        let name = format!("model.layers.0.linear_attn.{name}");
+        base.bytes(&name).unwrap() == merged.bytes(&name).unwrap()
+    };
+    for kept in ["conv1d.weight", "A_log", "dt_bias", "norm.weight"] {
+        assert!(same(kept), "{kept}");
+    }
+    assert!(!same("in_proj_qkv.weight"));
+}

@@ -121,6 +121,34 @@ fn a_killed_run_resumes_from_stacks() {
     assert!(told.contains("the same bytes"), "{told}");
 }
 
+/// A step with NaNs, which the embedding of one token has, begins again from a checkpoint's stacks.
+#[test]
+fn a_run_rolls_back_to_stacks() {
+    let place = models();
+    let tokenizer = std::fs::read_to_string(place.path("stacked/tokenizer.json")).unwrap();
+    let tokenizer: Value = serde_json::from_str(&tokenizer).unwrap();
+    let token = tokenizer["model"]["vocab"]["~"].as_u64().unwrap() as usize;
+    let file = place.path("stacked/model.safetensors");
+    let mut all = tensors(&file);
+    let (dtype, shape, bytes) = all.get_mut("model.embed_tokens.weight").unwrap();
+    assert_eq!(*dtype, Dtype::BF16);
+    let row = 2 * shape[1];
+    bytes[token * row..token * row + 2].copy_from_slice(&[0xc0, 0x7f]);
+    write(&all, &file);
+    let row =
+        |i: usize| format!("{{\"text\": \"row {i} of a {} here\"}}\n", if i == 2 { "~" } else { "text" });
+    place.write("rows.jsonl", &(0..4).map(row).collect::<String>());
+    let sets =
+        ["train.on_nan=rollback", "checkpoint.save_steps=1", "train.epochs=1", "train.micro_batch_size=1"];
+    let rows = ["train.gradient_accumulation_steps=1", "data.packing=false", "data.train_on=all"];
+    let mut args =
+        vec!["--recipe", "run.toml", "--model", "stacked", "--dataset", "rows.jsonl", "--output", "out"];
+    sets.iter().chain(&rows).for_each(|set| args.extend(["--set", set]));
+    place.write("run.toml", &RECIPE.replace("max_steps = 2", ""));
+    let told = place.said(&args);
+    assert!(told.contains("rolled back to checkpoint-2"), "{told}");
+}
+
 #[test]
 fn stacks_of_another_model_are_refused() {
     let place = models();
