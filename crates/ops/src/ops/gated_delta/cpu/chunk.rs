@@ -281,8 +281,8 @@ vectorized! {
     }
 }
 
-/// Logarithm of the smallest decay that is not zero. Parts decayed further change no digit of a sum,
-/// and processors take a hundred times as long for products with subnormal numbers.
+/// Logarithm of the smallest decay that is not zero. Parts decayed further change no digit of a
+/// sum, and processors take a hundred times as long for products with subnormal numbers.
 const FORGOTTEN: f32 = -60.0;
 
 /// Returns e^log, a decay.
