@@ -6,7 +6,9 @@ use std::collections::{HashMap, HashSet};
 use candle_core::DType;
 
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, TokenMixer, WeightShape};
+use crate::model::{
+    BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, WeightShape,
+};
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
@@ -30,8 +32,8 @@ pub(super) struct GpuStep<'a> {
     tokens: usize,
     /// Bytes of one activation value.
     size: usize,
-    /// The blocks, each distinct one once.
-    blocks: Vec<BlockShape>,
+    /// The blocks, each distinct one once, with the number of the last one like it.
+    blocks: Vec<(BlockShape, usize)>,
     /// False if the weights of the blocks train, so that their gradients need the outputs' last.
     has_adapter: bool,
     has_dora: bool,
@@ -96,10 +98,11 @@ impl<'a> GpuStep<'a> {
                 first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
             }
         };
-        let mut blocks = Vec::new();
-        for block in (0..config.num_layers()).map(shape) {
-            if !blocks.contains(&block) {
-                blocks.push(block);
+        let mut blocks: Vec<(BlockShape, usize)> = Vec::new();
+        for (number, block) in (0..config.num_layers()).map(shape).enumerate() {
+            match blocks.iter_mut().find(|(known, _)| *known == block) {
+                Some((_, last)) => *last = number,
+                None => blocks.push((block, number)),
             }
         }
         GpuStep {
@@ -116,13 +119,21 @@ impl<'a> GpuStep<'a> {
 
     /// Returns the peak bytes beside the kept activations, which are the same during the loss and
     /// the backward of a block. The backward of the last block reuses the buffers of the loss, so
-    /// only the larger of the two counts.
-    pub(super) fn workspace(&self, recompute: Recompute) -> u64 {
+    /// only the larger of the two counts. `saved` are the bytes that each block keeps.
+    pub(super) fn workspace(&self, recompute: Recompute, saved: &[SavedBytes]) -> u64 {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
         let keeps_panels = recompute == Recompute::Block && self.in_bf16;
-        let of_block = |shape| BlockStep { step: self, shape, keeps_panels }.temporaries();
+        // The backward of the last block of a shape has freed what later blocks kept.
+        let freed = |last: usize| match recompute {
+            Recompute::None => saved.iter().skip(last + 1).map(|bytes| bytes.input + bytes.rest).sum(),
+            Recompute::Block => 0,
+        };
+        let of_block = |(shape, last): &(BlockShape, usize)| {
+            let temporaries = BlockStep { step: self, shape, keeps_panels }.temporaries();
+            temporaries.saturating_sub(freed(*last) as u64)
+        };
         let temporaries = self.blocks.iter().map(of_block).max().unwrap_or(0);
         GEMM_WORKSPACE as u64 + loss.max(temporaries)
     }
@@ -383,7 +394,7 @@ mod tests {
             let adapter = || AdapterSetup::from_recipe(&section, ("base", &config), &[]);
             let adapter = (!dora.is_empty()).then(adapter).transpose()?;
             let of_token = (1, DType::F32);
-            Ok(GpuStep::new(&config, quantized, adapter.as_ref(), of_token).workspace(Recompute::None))
+            Ok(GpuStep::new(&config, quantized, adapter.as_ref(), of_token).workspace(Recompute::None, &[]))
         };
         let plain = workspace(&quantized, &[])?;
         assert!(workspace(&quantized, &[0, 1, 2])? < plain);
@@ -408,7 +419,7 @@ mod tests {
             let section = AdapterSection { target_modules, r, ..AdapterSection::default() };
             let adapter = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
             let step = GpuStep::new(&config, &none, Some(&adapter), (tokens, DType::BF16));
-            Ok(step.workspace(Recompute::None) - GEMM_WORKSPACE as u64)
+            Ok(step.workspace(Recompute::None, &[]) - GEMM_WORKSPACE as u64)
         };
         let (through, rank) = (tokens * (2 * 64 + 2 * 16) * 2, 2 * 64);
         let (a, du, da) = (rank * 16 * 2, tokens * rank * 2, rank * 16 * 4);
@@ -429,7 +440,7 @@ mod tests {
             let names: Vec<String> =
                 layout.linears().map(|module| format!("{}.weight", module.name_in(0))).collect();
             let quantized = names.iter().map(String::as_str).collect();
-            Ok(GpuStep::new(&config, &quantized, None, (1000, DType::BF16)).workspace(recompute))
+            Ok(GpuStep::new(&config, &quantized, None, (1000, DType::BF16)).workspace(recompute, &[]))
         };
         let panel = (64 * 16 * 2) as u64;
         let [gemma, llama] = ["gemma2", "llama"].map(|family| workspace(family, Recompute::Block));

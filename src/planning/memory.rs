@@ -192,7 +192,7 @@ impl MemoryPlan {
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
-            Some(step) => step.workspace(recompute),
+            Some(step) => step.workspace(recompute, saved),
         };
         if options.over_nccl {
             memory.nccl = nccl_bytes(options.kind, options.mesh, descs);

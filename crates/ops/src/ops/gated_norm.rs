@@ -157,12 +157,13 @@ vectorized! {
         let mut q = vec![0f32; width];
         for ((dx, dz), ((x, z), dy)) in written.zip(given) {
             let inverse = inverse_rms(x, eps);
-            for i in 0..width {
-                let (gate, slope) = Activation::Silu.value_and_slope(z[i].widen());
-                let (normed, dy) = (x[i].widen() * inverse, dy[i].widen());
-                q[i] = dy * weight[i] * gate;
-                dz[i] = T::nearest(dy * weight[i] * normed * slope);
-                part[i] += dy * gate * normed;
+            let values = x.iter().zip(z).zip(dy).zip(weight);
+            for ((((x, z), dy), w), ((q, dz), part)) in values.zip(q.iter_mut().zip(dz).zip(&mut *part)) {
+                let (gate, slope) = Activation::Silu.value_and_slope(z.widen());
+                let (normed, dy) = (x.widen() * inverse, dy.widen());
+                *q = dy * w * gate;
+                *dz = T::nearest(dy * w * normed * slope);
+                *part += dy * gate * normed;
             }
             let mean = simd::sum_of2(x, &q, |x, q| x.widen() * q) * inverse / width as f32;
             for ((dx, x), q) in dx.iter_mut().zip(x).zip(&q) {

@@ -162,7 +162,7 @@ impl ValueChunk {
             len,
             dim,
             gates,
-            from_start: sums.iter().map(|sum| sum.exp()).collect(),
+            from_start: sums.iter().map(|sum| decay(*sum)).collect(),
             to_end: decays[(len - 1) * len..].to_vec(),
             decays,
             system: zeros(len, len),
@@ -281,11 +281,21 @@ vectorized! {
     }
 }
 
+/// Logarithm of the smallest decay that is not zero. Parts decayed further change no digit of a
+/// sum, and processors take a hundred times as long for products with subnormal numbers.
+const FORGOTTEN: f32 = -60.0;
+
+/// Returns e^log, a decay.
+#[inline(always)]
+fn decay(log: f32) -> f32 {
+    if log < FORGOTTEN { 0.0 } else { simd::exp(log) }
+}
+
 vectorized! {
     /// Writes e^(own − sums).
     fn write_decays(to: &mut [f32], sums: &[f32], own: f32) {
         for (to, sum) in to.iter_mut().zip(sums) {
-            *to = simd::exp(own - sum);
+            *to = decay(own - sum);
         }
     }
 }
