@@ -32,7 +32,7 @@ use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity, Stack, StoredDtype};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -235,16 +235,16 @@ impl BaseModel {
         Ok(files)
     }
 
-    /// Returns the stacks in which a trained model has the experts of its blocks, by the name of each
-    /// part: those of the files, or all if the weights start random.
+    /// Returns the stacks in which a trained model has the experts of its blocks, by the name of
+    /// each part: those of the files, or all if the weights start random.
     pub(crate) fn stacks(&self) -> BTreeMap<String, Arc<Stack>> {
         let mut stacks = BTreeMap::new();
-        for (stack, parts) in model::stacked_experts(&self.config) {
+        for StackParts { stack, parts } in model::stacked_experts(&self.config) {
             let is_stored = |files: &ModelFiles| {
-                parts.iter().all(|(name, _)| files.info(name).is_some_and(|info| info.stack.is_some()))
+                parts.iter().all(|part| files.info(&part.name).is_some_and(|info| info.stack.is_some()))
             };
             if self.files.as_ref().is_none_or(is_stored) {
-                stacks.extend(parts.into_iter().map(|(name, _)| (name, Arc::clone(&stack))));
+                stacks.extend(parts.into_iter().map(|part| (part.name, Arc::clone(&stack))));
             }
         }
         stacks

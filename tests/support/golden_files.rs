@@ -33,10 +33,8 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
         _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
     };
     // Granite stores them fused too, under other names.
-    let stacked = match name.ends_with("gate_up_proj") {
-        true => format!("{place}input_linear.weight"),
-        false => format!("{place}output_linear.weight"),
-    };
+    let layer = if name.ends_with("gate_up_proj") { "input" } else { "output" };
+    let stacked = format!("{place}{layer}_linear.weight");
     if exists(&stacked) {
         return vec![stacked];
     }

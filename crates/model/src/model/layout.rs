@@ -13,7 +13,7 @@ use super::composition::{
     AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan,
     SharedExpert, TokenMixer,
 };
-use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
 /// The module of the last norm, in every family.
 pub(super) const FINAL_NORM_MODULE: &str = "model.norm";
@@ -265,7 +265,7 @@ pub fn unused_weights(config: &ModelConfig) -> u64 {
 
 /// Returns the stacks in which checkpoints of this model may have its experts, each with the names
 /// and shapes of its parts in order.
-pub fn stacked_experts(config: &ModelConfig) -> Vec<(Arc<Stack>, Vec<(String, Vec<usize>)>)> {
+pub fn stacked_experts(config: &ModelConfig) -> Vec<StackParts> {
     let Some(names) = &config.family.stacked_experts else { return Vec::new() };
     let mut stacks = Vec::new();
     for layer in 0..config.num_layers() {
@@ -275,11 +275,14 @@ pub fn stacked_experts(config: &ModelConfig) -> Vec<(Arc<Stack>, Vec<(String, Ve
             let of_experts = layout
                 .linears()
                 .filter(|module| module.part.expert().is_some() && module.part.is_last_of_mlp() == is_down);
-            let parts = of_experts
-                .map(|module| (module.part.parameter(&module.name_in(layer)), module.weight.dims()));
+            let part = |module: &BlockModule| StackPart {
+                name: module.part.parameter(&module.name_in(layer)),
+                shape: module.weight.dims(),
+            };
+            let parts = of_experts.map(part).collect();
             let name = format!("model.layers.{layer}.{name}");
             let shape = vec![experts.count, rows, columns];
-            stacks.push((Arc::new(Stack { name, shape }), parts.collect()));
+            stacks.push(StackParts { stack: Arc::new(Stack { name, shape }), parts });
         };
         add(names.gate_up, 2 * experts.width, config.hidden_size, false);
         add(names.down, config.hidden_size, experts.width, true);

@@ -57,7 +57,7 @@ pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
 /// # Errors
 /// User: a stack has another shape than in config.json.
 pub fn unstack_experts(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
-    stacked_experts(config).into_iter().try_for_each(|(stack, parts)| files.unstack(&stack, parts))
+    stacked_experts(config).into_iter().try_for_each(|stack| files.unstack(stack))
 }
 
 fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {

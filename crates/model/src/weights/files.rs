@@ -18,8 +18,8 @@ use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, Stack, StoredElement, TensorInfo, header, index, packed,
-    sidecar_files, tensor_names,
+    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement, TensorInfo, header,
+    index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -279,12 +279,11 @@ impl ModelFiles {
         before - self.tensors.len()
     }
 
-    /// Replaces the tensor of `stack` by its parts, which it holds one after the other: names and
-    /// shapes. Does nothing if no tensor has its name.
+    /// Replaces the tensor of `stack` by its parts. Does nothing if no tensor has its name.
     ///
     /// # Errors
     /// User: the tensor has another shape or is quantized, or a part is stored too.
-    pub(crate) fn unstack(&mut self, stack: &Arc<Stack>, parts: Vec<(String, Vec<usize>)>) -> Result<()> {
+    pub(crate) fn unstack(&mut self, StackParts { stack, parts }: StackParts) -> Result<()> {
         let Some(info) = self.tensors.remove(&stack.name) else { return Ok(()) };
         let refused = |cause: String| {
             Error::user(format!("cannot read weights {}", info.file.display()))
@@ -302,10 +301,10 @@ impl ModelFiles {
                 .hint("give the model that was not quantized"));
         }
         let mut start = info.range.start;
-        for (name, shape) in parts {
+        for StackPart { name, shape } in parts {
             let end = start + shape.iter().product::<usize>() * info.dtype.size_bytes();
             let part =
-                TensorInfo { shape, range: start..end, stack: Some(Arc::clone(stack)), ..info.clone() };
+                TensorInfo { shape, range: start..end, stack: Some(Arc::clone(&stack)), ..info.clone() };
             start = end;
             if self.tensors.insert(name.clone(), part).is_some() {
                 return Err(refused(format!("and its part `{name}` are both stored")));

@@ -45,7 +45,7 @@ pub use quantized::QuantizedTensor;
 pub(crate) use random_access_writer::{PlannedFile, RandomAccessWriter};
 pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
-pub use stack::Stack;
+pub use stack::{Stack, StackPart, StackParts};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
 pub(crate) use tensor_names::NameRules;

@@ -15,7 +15,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::stack::{Stack, are_of_one_stack, stored};
+use super::stack::Stack;
 use super::unfinished::{Unfinished, names_in, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
@@ -325,6 +325,40 @@ pub(super) fn header(entries: &[&WriteEntry], metadata: &Metadata) -> Result<Vec
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
     header.extend_from_slice(&json);
     Ok(header)
+}
+
+/// A tensor as a header has it: one entry, or all parts of a stack.
+struct HeaderEntry<'a> {
+    name: &'a str,
+    dtype: StoredDtype,
+    shape: &'a [usize],
+    bytes: u64,
+}
+
+/// Returns the tensors that a header has for `entries`.
+///
+/// # Errors
+/// Internal: the parts of a stack are not consecutive, or are not all of it.
+fn stored<'a>(entries: &[&'a WriteEntry]) -> Result<Vec<HeaderEntry<'a>>> {
+    let of_group = |group: &[&'a WriteEntry]| {
+        let bytes = group.iter().map(|entry| entry.bytes()).sum();
+        let first = group[0];
+        let Some(stack) = &first.stack else {
+            return Ok(HeaderEntry { name: &first.name, dtype: first.dtype, shape: &first.shape, bytes });
+        };
+        let whole = WriteEntry { shape: stack.shape.clone(), ..first.clone() }.bytes();
+        if whole != bytes {
+            return Err(Error::internal(format!("cannot write tensor `{}`", stack.name))
+                .because(format!("{bytes} of its {whole} bytes come one after the other")));
+        }
+        Ok(HeaderEntry { name: &stack.name, dtype: first.dtype, shape: &stack.shape, bytes })
+    };
+    entries.chunk_by(|one, next| are_of_one_stack(one, next)).map(of_group).collect()
+}
+
+/// Returns whether two entries are parts of one stack.
+fn are_of_one_stack(one: &WriteEntry, other: &WriteEntry) -> bool {
+    one.stack.is_some() && one.stack == other.stack
 }
 
 /// A file under its temporary name. If it is dropped before [`UnfinishedFile::commit`], it is

@@ -126,12 +126,11 @@ impl AttentionWeights {
         cache: Option<&mut KeyValueCache>,
     ) -> Result<(Tensor, AttentionSaved)> {
         let (raw, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
-        let (qkv, gates) = match self.mixer.has_gates {
-            false => (raw, None),
-            true => {
-                let order = GateOrder::new(pass.config.heads);
-                (columns_of(&raw, &order.qkv)?, Some(columns_of(&raw, &order.gates)?))
-            }
+        let (qkv, gates) = if self.mixer.has_gates {
+            let order = GateOrder::new(pass.config.heads);
+            (columns_of(&raw, &order.qkv)?, Some(columns_of(&raw, &order.gates)?))
+        } else {
+            (raw, None)
         };
         let attended = self.attend(pass, &qkv, cache)?;
         let gated = match &gates {
@@ -263,7 +262,8 @@ impl AttentionWeights {
                 pending.add(&dgated)?;
                 drop(dgated);
                 let q = config.heads.q_width();
-                (columns_of(&d, &[q..2 * q])?, Some(columns_of(&d, &[0..q])?))
+                let half = |range| columns_of(&d, std::slice::from_ref(&range));
+                (half(q..2 * q)?, Some(half(0..q)?))
             }
         };
         let dqkv = {
@@ -310,12 +310,12 @@ impl GateOrder {
         let of_heads = |first: usize, step: usize| {
             (0..heads.num_heads).map(move |head| first + head * step..first + head * step + dim)
         };
-        let after_q = [2 * q..q + qkv];
+        let after_q = std::iter::once(2 * q..q + qkv);
         let pairs = of_heads(0, dim).zip(of_heads(qkv, dim)).flat_map(|(query, gate)| [query, gate]);
         GateOrder {
             qkv: of_heads(0, 2 * dim).chain(after_q).collect(),
             gates: of_heads(dim, 2 * dim).collect(),
-            raw: pairs.chain([q..qkv]).collect(),
+            raw: pairs.chain(std::iter::once(q..qkv)).collect(),
         }
     }
 }

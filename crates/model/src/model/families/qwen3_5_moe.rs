@@ -1,5 +1,5 @@
-//! Qwen3.5 and Qwen3.6 with experts (35B-A3B, 122B-A10B): Qwen3.5's token mixers, and experts beside
-//! a shared one in every layer. The files of the hub stack the experts of a layer.
+//! Qwen3.5 and Qwen3.6 with experts (35B-A3B, 122B-A10B): Qwen3.5's token mixers, and experts
+//! beside a shared one in every layer. The files of the hub stack the experts of a layer.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;

@@ -96,8 +96,8 @@ impl DeltaHeads {
         self.key_dim * self.value_dim
     }
 
-    /// Returns the bytes of the tensors between the steps of a GPU's backward over `rows` tokens for
-    /// one key head.
+    /// Returns the bytes of the tensors between the steps of a GPU's backward over `rows` tokens
+    /// for one key head.
     fn key_head_bytes(self, rows: usize) -> usize {
         let parts = self.key_dim.div_ceil(KERNEL_LINES);
         let of_row = 2 * self.value_dim + 2 * self.key_dim + parts + 2;
