@@ -42,12 +42,11 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
 /// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
 /// of a model whose text part is used, scales of a quantized key-value cache and biases of zeros
-/// beside packed weights). Stacks of experts become a tensor for each expert. A head
-/// that differs from the embedding stays, though config.json ties the two. The notes of `files`
-/// record both.
+/// beside packed weights). Stacks of experts become a tensor for each expert. A head that differs
+/// from the embedding stays, though config.json ties the two. The notes of `files` record both.
 ///
 /// # Errors
-/// User: a table cannot be read, or a stack of experts is not of this model.
+/// User: a table or a bias cannot be read, or a stack of experts is not of this model.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     pass_over_unused(config, files);
     pass_over_packing(config, files)?;

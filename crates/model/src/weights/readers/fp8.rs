@@ -1,6 +1,6 @@
 //! Checkpoints in FP8 (`quant_method` "fp8": DeepSeek, Qwen, Mistral): `X.weight` in e4m3 with a
-//! scale for each block or row of the matrix, or one for all, in `X.weight_scale_inv`. In spite of its
-//! name the scale is a factor. `X.input_scale` and `X.activation_scale` are for activations and
+//! scale for each block or row of the matrix, or one for all, in `X.weight_scale_inv`. In spite of
+//! its name the scale is a factor. `X.input_scale` and `X.activation_scale` are for activations and
 //! are not used.
 
 use super::reader::{

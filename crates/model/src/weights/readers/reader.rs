@@ -154,8 +154,8 @@ impl StoredWeight<'_, '_> {
     }
 
     /// Returns the companion `end` if it names one of `groups` for each of `columns`, or its values
-    /// are not available. Returns `None` if it is missing or `is_unset`: groups are then consecutive
-    /// columns.
+    /// are not available. Returns `None` if it is missing or `is_unset`: groups are then of
+    /// consecutive columns.
     pub(super) fn groups(
         &self,
         end: &str,
