@@ -483,7 +483,7 @@ fn weights_that_the_settings_do_not_describe() {
     assert_snapshot!(refused(&fp8, &[codes, scales]), @"fp8: weight_scale_inv has shape []; accepted: [1, 2], one scale for each block of 2 by 1");
 }
 
-/// Opens a copy of a golden model of GPTQ with `more` tensors as runs do. Returns its shape and files.
+/// Opens a copy of a golden model of GPTQ with `more` tensors as runs do.
 fn settled(more: &[Tensor], headers_only: bool) -> (ModelConfig, ModelFiles) {
     let folder = tempfile::tempdir().unwrap();
     let model = golden("models").join(GPTQ);
