@@ -6,11 +6,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use finetune::error::Result;
+use finetune::model::{ModelConfig, StoredModel, parameters, settle};
 use finetune::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange, StoredDtype};
 use half::bf16;
 use insta::assert_snapshot;
 use proptest::prelude::*;
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
@@ -162,6 +163,7 @@ fn compressed(format: &str, weights: Value) -> Value {
     json!({
         "quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
     })
 }
 
@@ -195,7 +197,9 @@ fn floats_of_eight_bits() {
     }
     let blocks = json!({"quant_method": "fp8", "weight_block_size": [1, 2], "fmt": "e4m3"});
     let scales = ("x.weight_scale_inv", Dtype::BF16, vec![2, 1], bf16s(&[2.0, 4.0]));
-    gives(&blocks, &[codes(), scales], "fp8", &[2.0, 4.0, 2.0, -4.0]);
+    gives(&blocks, &[codes(), scales.clone()], "fp8", &[2.0, 4.0, 2.0, -4.0]);
+    let rows = json!({"quant_method": "fp8", "weight_block_size": null});
+    gives(&rows, &[codes(), scales], "fp8", &[2.0, 4.0, 2.0, -4.0]);
     let name = "compressed-tensors fp8";
     let tensor = compressed("float-quantized", weights("float", 8, "tensor", true, Value::Null));
     gives(&tensor, &[codes(), one("x.weight_scale"), unused], name, &[0.1, 0.2, 0.05, -0.1]);
@@ -261,6 +265,11 @@ fn words_along_rows() {
     group["actorder"] = json!("group");
     let grouped = compressed("pack-quantized", group);
     let wanted = [-32.0, -7.0, 0.0, 28.0, -1.0, 2.0];
+    let tensors = [codes.clone(), scales.clone(), groups, shape()];
+    gives(&grouped, &tensors, "compressed-tensors int4", &wanted);
+    // Indices that were not set: groups are consecutive.
+    let groups = ("x.weight_g_idx", Dtype::I32, vec![6], indices(&[-1; 6]));
+    let wanted = [-8.0, -7.0, 0.0, 14.0, -4.0, 4.0];
     gives(&grouped, &[codes, scales, groups, shape()], "compressed-tensors int4", &wanted);
 }
 
@@ -293,7 +302,7 @@ fn gptq_layer() -> Vec<Tensor> {
     let codes: Vec<u32> = (0..64).map(|i| i * 5 % 16).collect();
     vec![
         ("x.qweight", Dtype::I32, vec![1, 8], words(&codes, 4)),
-        ("x.qzeros", Dtype::I32, vec![2, 1], words(&[7, 7, 7, 7, 0, 1, 2, 15, 3, 3, 3, 3, 3, 3, 3, 3], 4)),
+        ("x.qzeros", Dtype::I32, vec![2, 1], words(&[15, 6, 7, 7, 0, 1, 2, 7, 3, 3, 3, 3, 3, 3, 3, 3], 4)),
         ("x.scales", Dtype::F32, vec![2, 8], f32s(&[0.5; 16])),
         ("x.g_idx", Dtype::I32, vec![8], indices(&[0, 1, 0, 1, 0, 1, 0, 1])),
     ]
@@ -307,21 +316,33 @@ fn gptq(more: &[(&str, Value)]) -> Value {
 
 #[test]
 fn both_versions_of_gptq() {
-    let zeros = |offset: u32, row: usize, group: usize| {
-        ([[7, 7, 7, 7, 0, 1, 2, 15], [3; 8]][group][row] + offset) % 16
-    };
-    let wanted = |offset: u32, group: fn(usize) -> usize| -> Vec<f32> {
+    // Version 1 subtracts 1 from all zeros of a word at once: a zero of 0 borrows from the next.
+    let first = [[0, 7 + 1, 8, 8, 1, 2, 3, 8], [4; 8]];
+    let second = [[15, 6, 7, 7, 0, 1, 2, 7], [3; 8]];
+    let wanted = |zeros: [[u32; 8]; 2], group: fn(usize) -> usize| -> Vec<f32> {
         let value = |row: usize, column: usize| {
-            0.5 * ((row * 8 + column) as u32 * 5 % 16) as f32 - 0.5 * zeros(offset, row, group(column)) as f32
+            0.5 * ((row * 8 + column) as u32 * 5 % 16) as f32 - 0.5 * zeros[group(column)][row] as f32
         };
         (0..64).map(|at| value(at / 8, at % 8)).collect()
     };
-    gives(&gptq(&[]), &gptq_layer(), "gptq int4", &wanted(1, |column| column % 2));
-    let second = gptq(&[("checkpoint_format", json!("gptq_v2")), ("dynamic", json!({"-:.*head": {}}))]);
-    gives(&second, &gptq_layer(), "gptq int4", &wanted(0, |column| column % 2));
-    // Without g_idx, groups are consecutive.
-    let three = &gptq_layer()[..3];
-    gives(&gptq(&[("format", json!("gptq"))]), three, "gptq int4", &wanted(1, |column| column / 4));
+    gives(&gptq(&[]), &gptq_layer(), "gptq int4", &wanted(first, |column| column % 2));
+    let settings = [
+        gptq(&[("checkpoint_format", json!("gptq_v2")), ("dynamic", json!({"-:.*head": {}}))]),
+        gptq(&[
+            ("checkpoint_format", Value::Null),
+            ("format", json!("GPTQ_V2")),
+            ("pack_dtype", Value::Null),
+        ]),
+    ];
+    for settings in settings {
+        gives(&settings, &gptq_layer(), "gptq int4", &wanted(second, |column| column % 2));
+    }
+    // Without g_idx or with zeros in it, groups are consecutive.
+    let mut layer = gptq_layer();
+    layer[3].3 = indices(&[0; 8]);
+    for tensors in [&layer[..3], &layer] {
+        gives(&gptq(&[("format", json!("gptq"))]), tensors, "gptq int4", &wanted(first, |column| column / 4));
+    }
 }
 
 /// Returns the last cause of the refusal of such a checkpoint.
@@ -368,11 +389,13 @@ fn settings_that_are_not_supported() {
     assert_snapshot!(of(&gptq(&[("pack_dtype", json!("int16"))])), @r#"`quantization_config.pack_dtype` is "int16"; accepted: "int32""#);
     assert_snapshot!(of(&gptq(&[("dynamic", json!({"+:.*mlp.*": {"bits": 8}}))])), @r#"`quantization_config.dynamic` is {"bits":8} for "+:.*mlp.*"; accepted: patterns of modules that are not quantized ("-:")"#);
     let awq = |key: &str, value: Value| {
-        let mut settings = json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"});
+        let mut settings = json!({"quant_method": "awq", "bits": 4, "group_size": 32});
         settings[key] = value;
         of(&settings)
     };
+    assert_snapshot!(awq("format", json!("gemv_fast")), @r#"`quantization_config.format` is "gemv_fast"; accepted: "gemm""#);
     assert_snapshot!(awq("version", json!("gemv")), @r#"`quantization_config.version` is "gemv"; accepted: "gemm""#);
+    assert_snapshot!(awq("backend", json!("llm-awq")), @r#"`quantization_config.backend` is "llm-awq"; accepted: "autoawq""#);
     assert_snapshot!(awq("bits", json!(8)), @"`quantization_config.bits` is 8; accepted: 4");
     assert_snapshot!(awq("zero_point", json!(false)), @"`quantization_config.zero_point` is false; accepted: true");
     let fp8 = |key: &str, value: Value| {
@@ -395,7 +418,6 @@ fn settings_of_compressed_tensors_that_are_not_supported() {
     };
     assert_snapshot!(with("format", json!("nvfp4-pack-quantized")), @r#"`quantization_config.format` is "nvfp4-pack-quantized" with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
     assert_snapshot!(with("format", Value::Null), @r#"`quantization_config.format` is missing with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
-    assert_snapshot!(with("kv_cache_scheme", json!({"num_bits": 8})), @r#"`quantization_config.kv_cache_scheme` is {"num_bits":8}; accepted: null"#);
     assert_snapshot!(with("sparsity_config", json!({"format": "sparse-24-bitmask"})), @r#"`quantization_config.sparsity_config` is {"format":"sparse-24-bitmask"}; accepted: null, or the format "dense""#);
     assert_snapshot!(with("transform_config", json!({"config_groups": {"u": {}}})), @r#"`quantization_config.transform_config` is {"config_groups":{"u":{}}}; accepted: null"#);
     let of = |change: &dyn Fn(&mut Value)| {
@@ -450,12 +472,73 @@ fn weights_that_the_settings_do_not_describe() {
         ];
     }), @"compressed-tensors: it is stored as compressed-tensors fp8, which no entry of `config_groups` describes");
     let codes = ("x.weight", Dtype::F8_E4M3, vec![2, 2], FLOATS.to_vec());
+    let whole = json!({"quant_method": "fp8", "weight_block_size": null});
+    let scales = ("x.weight_scale", Dtype::F32, vec![1, 2], f32s(&[2.0, 3.0]));
+    assert_snapshot!(refused(&whole, &[codes.clone(), scales]), @"fp8: weight_scale has shape [1, 2]; accepted: [1], [2, 1], or [1, 1], one scale for each block of 128 by 128");
     let fp8 = json!({"quant_method": "fp8", "weight_block_size": [2, 1]});
     assert_snapshot!(refused(&fp8, std::slice::from_ref(&codes)), @"fp8: weight_scale_inv, the scales of its blocks, is missing");
     let scales = ("x.weight_scale_inv", Dtype::F32, vec![2, 1], f32s(&[2.0, 3.0]));
     assert_snapshot!(refused(&fp8, &[codes.clone(), scales]), @"fp8: weight_scale_inv has shape [2, 1]; accepted: [1, 2], one scale for each block of 2 by 1");
     let scales = ("x.weight_scale_inv", Dtype::F32, vec![], f32s(&[2.0]));
     assert_snapshot!(refused(&fp8, &[codes, scales]), @"fp8: weight_scale_inv has shape []; accepted: [1, 2], one scale for each block of 2 by 1");
+}
+
+/// Opens a copy of a golden model of GPTQ with `more` tensors as runs do.
+fn settled(more: &[Tensor], headers_only: bool) -> (ModelConfig, ModelFiles) {
+    let folder = tempfile::tempdir().unwrap();
+    let model = golden("models").join(GPTQ);
+    std::fs::copy(model.join("config.json"), folder.path().join("config.json")).unwrap();
+    let bytes = std::fs::read(model.join("model.safetensors")).unwrap();
+    let stored = SafeTensors::deserialize(&bytes).unwrap();
+    let views = more
+        .iter()
+        .map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    let away = if headers_only { folder.path().join("away") } else { folder.path().to_owned() };
+    std::fs::create_dir_all(&away).unwrap();
+    let all = stored.iter().chain(views);
+    safetensors::serialize_to_file(all, None, &away.join("model.safetensors")).unwrap();
+    let mut files = if headers_only {
+        let elsewhere = Elsewhere(away, vec!["model.safetensors".to_owned()]);
+        ModelFiles::open_in_place(folder.path(), &elsewhere).unwrap()
+    } else {
+        ModelFiles::open(folder.path()).unwrap()
+    };
+    let text = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
+    let mut config = ModelConfig::from_json(&text, "config.json").unwrap();
+    settle(&mut config, &mut files).unwrap();
+    (config, files)
+}
+
+fn checked((config, files): &(ModelConfig, ModelFiles)) -> Result<()> {
+    let parameters = parameters(config);
+    let parameters = parameters.iter().map(|parameter| (&*parameter.name, &*parameter.shape));
+    StoredModel { config, files, stored_tokens: config.vocab_size }.check("load", parameters)
+}
+
+#[test]
+fn tensors_beside_packed_weights_that_the_model_does_not_use() {
+    let bias = |value| ("model.layers.0.mlp.down_proj.bias", Dtype::F32, vec![2], f32s(&[0.0, value]));
+    let cache = |name| (name, Dtype::F32, vec![], f32s(&[9.0]));
+    let more = [
+        bias(0.0),
+        cache("model.layers.0.self_attn.k_scale"),
+        cache("model.layers.1.self_attn.v_scale"),
+        cache("model.layers.0.self_attn.k_proj.output_scale"),
+    ];
+    let model = settled(&more, false);
+    checked(&model).unwrap();
+    assert_snapshot!(model.1.notes().collect::<Vec<_>>().join("\n"), @"
+    finetune dequantizes 14 weights stored as gptq int4 while it reads the model
+    finetune does not use the zero biases of 1 quantized weight: the model has no such biases
+    finetune does not use 3 tensors of the key-value cache's quantization
+    ");
+    // Other values belong to another model. Headers have none.
+    let error = checked(&settled(&[bias(0.5)], false)).unwrap_err();
+    assert_snapshot!(error.causes().join("\n"), @"model.layers.0.mlp.down_proj.bias is not part of the model that config.json describes");
+    checked(&settled(&[bias(0.5)], true)).unwrap();
+    // A bias of a layer that is not packed stays refused.
+    let norm = ("model.norm.bias", Dtype::F32, vec![1], f32s(&[0.0]));
+    assert!(checked(&settled(&[norm], false)).is_err());
 }
 
 /// Every part counts, also the groups of columns.
@@ -474,6 +557,15 @@ fn the_identity_covers_every_part() {
     }
     assert_ne!(identity(&gptq_layer(), &gptq(&[("checkpoint_format", json!("gptq_v2"))])), plain);
     assert_eq!(identity(&gptq_layer(), &gptq(&[("damp_percent", json!(0.1))])), plain);
+    // Tables of equal codes are no copies: the scales of the head count.
+    let tables = |scale| {
+        let codes = |name| (name, Dtype::F8_E4M3, vec![2, 2], FLOATS.to_vec());
+        let one = |name, scale| (name, Dtype::F32, vec![1], f32s(&[scale]));
+        let embedding = [codes("model.embed_tokens.weight"), one("model.embed_tokens.weight_scale", 1.0)];
+        let head = [codes("lm_head.weight"), one("lm_head.weight_scale", scale)];
+        identity(&[embedding, head].concat(), &json!({"quant_method": "fp8"}))
+    };
+    assert_ne!(tables(2.0), tables(3.0));
 }
 
 proptest! {

@@ -5,8 +5,13 @@ use std::collections::{BTreeSet, HashSet};
 
 use super::ModelConfig;
 use super::layout::stacked_experts;
+use super::parameters;
 use crate::error::{Error, Result};
+use crate::units;
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
+
+/// The ends of the names of scales for a quantized key-value cache.
+const CACHE_SCALES: [&str; 5] = [".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale"];
 
 /// The hint if weights and config.json do not match.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
@@ -36,14 +41,15 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
 /// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
-/// of a model whose text part is used). Stacks of experts become a tensor for each expert. A head
-/// that differs from the embedding stays, though config.json ties the two. The notes of `files`
-/// record both.
+/// of a model whose text part is used, scales of a quantized key-value cache and biases of zeros
+/// beside packed weights). Stacks of experts become a tensor for each expert. A head that differs
+/// from the embedding stays, though config.json ties the two. The notes of `files` record both.
 ///
 /// # Errors
-/// User: a table cannot be read, or a stack of experts is not of this model.
+/// User: a table or a bias cannot be read, or a stack of experts is not of this model.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     pass_over_unused(config, files);
+    pass_over_packing(config, files)?;
     unstack_experts(config, files)?;
     if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
         config.tie_word_embeddings = false;
@@ -86,6 +92,42 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     });
     let left_out = if other == 0 { String::new() } else { format!("; its {other} other tensors are not") };
     files.note(format!("the text part of a model for images (`{whole}`) is used and written{left_out}"));
+}
+
+/// Removes what tools store beside packed weights and the model does not use: scales of its
+/// key-value cache, and biases of zeros (AutoGPTQ).
+fn pass_over_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
+    let is_packed =
+        |name: &str| files.stored_format(name).is_some() && files.quantized_format(name).is_none();
+    if !files.names().any(is_packed) {
+        return Ok(());
+    }
+    let parameters = parameters(config);
+    let parameters: HashSet<&str> = parameters.iter().map(|parameter| parameter.name.as_str()).collect();
+    let mut zeros: HashSet<String> = HashSet::new();
+    for (name, info) in files.tensors().filter(|(name, _)| !parameters.contains(name)) {
+        if !name.strip_suffix(".bias").is_some_and(|module| is_packed(&format!("{module}.weight"))) {
+            continue;
+        }
+        // Zeros also if the values cannot be read.
+        let mut values = vec![0f32; info.elements()];
+        if !files.is_header_only() {
+            files.read_f32(name, &mut values)?;
+        }
+        if values.iter().all(|value| *value == 0.0) {
+            zeros.insert(name.to_owned());
+        }
+    }
+    if files.pass_over(|name| zeros.contains(name)) > 0 {
+        let count = units::exact(zeros.len(), "quantized weight");
+        files.note(format!("finetune does not use the zero biases of {count}: the model has no such biases"));
+    }
+    let scales = files.pass_over(|name| CACHE_SCALES.iter().any(|end| name.ends_with(end)));
+    if scales > 0 {
+        let count = units::exact(scales, "tensor");
+        files.note(format!("finetune does not use {count} of the key-value cache's quantization"));
+    }
+    Ok(())
 }
 
 /// Returns the block of a tensor.

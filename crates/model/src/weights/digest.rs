@@ -2,7 +2,8 @@
 //! and it is cached for unchanged files.
 //!
 //! A cached digest is found by a file's path, size, inode and times (the last write, and the last
-//! change of any kind, which no copy preserves). The digest of a file written just before it was
+//! change of any kind, which no copy preserves). If it has weights that other tools packed, also by
+//! config.json, which says how to decode them. The digest of a file written just before it was
 //! read is not cached: a further write within the same tick of the file system's clock would be
 //! undetected.
 
@@ -17,6 +18,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::identity::combined;
+use super::sidecar_files::CONFIG_FILE;
 use super::stored_parts::StoredParts;
 use super::{ModelFiles, write_text};
 use crate::error::{Error, Result};
@@ -59,7 +61,10 @@ impl DigestTask {
 
 fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
     let begin = SystemTime::now();
-    let stamps = || files.files().map(|(path, _)| FileStamp::of(path)).collect::<Option<Vec<_>>>();
+    let is_packed = |name| files.parts(name).is_some_and(StoredParts::is_packed);
+    let config = files.names().any(is_packed).then(|| files.folder().join(CONFIG_FILE));
+    let paths = || files.files().map(|(path, _)| path).chain(config.as_deref());
+    let stamps = || paths().map(FileStamp::of).collect::<Option<Vec<_>>>();
     let before = stamps();
     if let Some(known) = before.as_ref().and_then(|stamps| KeptDigest::find(kept, stamps)) {
         return Ok(known);
@@ -172,6 +177,24 @@ mod tests {
 
     fn wait_for(folder: &Path, kept: &Path) -> String {
         DigestTask::start(folder, kept.to_owned()).and_then(DigestTask::wait).expect("digested")
+    }
+
+    /// config.json says how the weights of other tools are decoded.
+    #[test]
+    fn packed_weights_are_known_again_with_their_config() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().join("tests/golden");
+        let golden = golden.join("qbases/models/tiny-fp8-block");
+        let kept = tempfile::tempdir().expect("a folder");
+        let first = wait_for(&golden, kept.path());
+        let entry =
+            std::fs::read_dir(kept.path()).expect("listed").next().expect("one").expect("read").path();
+        let text = std::fs::read_to_string(&entry).expect("read").replace(&first, "as kept");
+        std::fs::write(&entry, &text).expect("written");
+        assert_eq!(wait_for(&golden, kept.path()), "as kept");
+        let (weights, config) = text.rsplit_once("\"bytes\":").expect("two stamps");
+        assert!(weights.ends_with("config.json\","), "{weights}");
+        std::fs::write(&entry, format!("{weights}\"bytes\":1{config}")).expect("written");
+        assert_eq!(wait_for(&golden, kept.path()), first);
     }
 
     /// Each bit counts, at any position; a file in the cache is not read, a changed one is.

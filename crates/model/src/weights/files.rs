@@ -103,12 +103,13 @@ impl ModelFiles {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
         let mut packed: BTreeMap<&str, usize> = BTreeMap::new();
-        for parts in self.parts.values().filter(|parts| matches!(parts, StoredParts::Packed(_))) {
+        for parts in self.parts.values().filter(|parts| parts.is_packed()) {
             *packed.entry(parts.name()).or_default() += 1;
         }
         for (format, count) in packed {
             let count = units::exact(count, "weight");
-            self.notes.push(format!("{count} stored as {format}: dequantized while the model is read"));
+            let note = format!("finetune dequantizes {count} stored as {format} while it reads the model");
+            self.notes.push(note);
         }
         Ok(self)
     }

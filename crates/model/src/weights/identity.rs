@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::stored_parts::StoredParts;
 use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 use crate::error::{Error, Result};
 
@@ -236,7 +237,9 @@ pub(super) fn combined(
         Ok(Some((info.dtype, info.shape.clone(), bytes(name, info)?)))
     };
     let (embed, head) = (table(EMBED_TOKENS)?, table(LM_HEAD)?);
-    let copied = embed.is_some() && embed == head;
+    // Equal codes of packed tables may have other scales.
+    let packed = |name| files.parts(name).is_some_and(StoredParts::is_packed);
+    let copied = embed.is_some() && embed == head && !packed(EMBED_TOKENS) && !packed(LM_HEAD);
     let read = |name: &str| !(is_rotary_buffer(name) || copied && name == LM_HEAD);
     // A tied table may be stored under either name.
     let meant = |name| if name == LM_HEAD && embed.is_none() { EMBED_TOKENS } else { name };

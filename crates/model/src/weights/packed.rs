@@ -37,8 +37,12 @@ impl PackedParts {
     /// Returns text that differs between any two formats of equal shape. The identity of a model
     /// includes it, so it never changes.
     pub(super) fn fingerprint(&self) -> String {
-        let PackedFormat { row_block, column_block, zero_offset, .. } = self.format;
-        format!("{} {row_block} {column_block} {zero_offset}", self.name)
+        let PackedFormat { codes, bits, row_block, column_block, scales, zero_offset, .. } = self.format;
+        let [zeros, groups] = [&self.zeros, &self.groups].map(|part| u8::from(part.is_some()));
+        let name = self.name;
+        format!(
+            "{name} {codes:?} {bits} {row_block} {column_block} {scales:?} {zeros}+{zero_offset} {groups}"
+        )
     }
 
     /// Returns the tensor; `bytes` reads a range.
@@ -87,4 +91,55 @@ fn decode_from(tensor: &PackedTensor<'_>, start: usize, out: &mut [f32]) {
     let (rows, last) = out.split_at_mut(whole * width);
     tensor.decode(row..row + whole, 0..width, rows);
     tensor.decode(row + whole..row + whole + 1, 0..last.len(), last);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::{CodeLayout, ScaleDtype};
+
+    /// The identities of models contain these texts.
+    #[test]
+    fn fingerprints_stay_and_tell_formats_apart() {
+        let place = || ShardRange { shard: 0, range: 0..0 };
+        let format = PackedFormat {
+            codes: CodeLayout::ColumnWords,
+            bits: 4,
+            rows: 8,
+            columns: 8,
+            row_block: 1,
+            column_block: 4,
+            groups: 2,
+            scales: ScaleDtype::F16,
+            zero_offset: 1,
+        };
+        let (scales, zeros, groups) = (place(), Some(place()), None);
+        let first = PackedParts { name: "gptq int4", format, scales, zeros, groups, bytes: 0 };
+        assert_eq!(first.fingerprint(), "gptq int4 ColumnWords 4 1 4 F16 1+1 0");
+        let with = |format| PackedParts { format, ..first.clone() }.fingerprint();
+        let others = [
+            with(PackedFormat { codes: CodeLayout::InterleavedWords, ..format }),
+            with(PackedFormat { codes: CodeLayout::RowWords, ..format }),
+            with(PackedFormat { codes: CodeLayout::I8, ..format }),
+            with(PackedFormat { codes: CodeLayout::E4m3, ..format }),
+            with(PackedFormat { bits: 8, ..format }),
+            with(PackedFormat { scales: ScaleDtype::BF16, ..format }),
+            with(PackedFormat { scales: ScaleDtype::F32, ..format }),
+            with(PackedFormat { zero_offset: 0, ..format }),
+            PackedParts { zeros: None, ..first.clone() }.fingerprint(),
+            PackedParts { groups: Some(place()), ..first.clone() }.fingerprint(),
+        ];
+        insta::assert_snapshot!(others.join("\n"), @"
+        gptq int4 InterleavedWords 4 1 4 F16 1+1 0
+        gptq int4 RowWords 4 1 4 F16 1+1 0
+        gptq int4 I8 4 1 4 F16 1+1 0
+        gptq int4 E4m3 4 1 4 F16 1+1 0
+        gptq int4 ColumnWords 8 1 4 F16 1+1 0
+        gptq int4 ColumnWords 4 1 4 BF16 1+1 0
+        gptq int4 ColumnWords 4 1 4 F32 1+1 0
+        gptq int4 ColumnWords 4 1 4 F16 1+0 0
+        gptq int4 ColumnWords 4 1 4 F16 0+1 0
+        gptq int4 ColumnWords 4 1 4 F16 1+1 1
+        ");
+    }
 }

@@ -22,6 +22,11 @@ impl StoredParts {
         }
     }
 
+    /// Returns whether it is decoded to floats while it is read.
+    pub(super) fn is_packed(&self) -> bool {
+        matches!(self, StoredParts::Packed(_))
+    }
+
     /// Returns the bytes of codes and companions.
     pub(super) fn bytes(&self) -> u64 {
         match self {

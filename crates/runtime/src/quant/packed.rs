@@ -58,7 +58,8 @@ pub struct PackedFormat {
     pub groups: usize,
     /// The type of scales.
     pub scales: ScaleDtype,
-    /// Number to add to a stored zero, modulo the number of codes: 1 in version 1 of GPTQ.
+    /// Number to add to each stored zero by one sum over its word, carries included: 1 in version 1
+    /// of GPTQ.
     pub zero_offset: u8,
 }
 
@@ -225,10 +226,10 @@ impl PackedTensor<'_> {
         if codes == CodeLayout::I8 {
             return f32::from(zeros[at].cast_signed());
         }
-        if bits == 8 {
-            return f32::from(zeros[at].wrapping_add(zero_offset));
-        }
-        f32::from((zeros[at / 2] >> (at % 2 * 4)).wrapping_add(zero_offset) & 15)
+        let (n, mask) = (self.format.codes_per_word(), u32::MAX >> (32 - bits));
+        // `u32::MAX / mask` has 1 in each field.
+        let word = word(zeros, at / n).wrapping_add(u32::from(zero_offset) * (u32::MAX / mask));
+        (word >> (at % n * bits) & mask) as f32
     }
 }
 
@@ -374,6 +375,32 @@ mod tests {
         [words(&codes, bits), scales, words(&zeros, bits)]
     }
 
+    /// Subtracts `offset` from every zero as GPTQModel writes version 1: from words, with borrows.
+    fn less(offset: u8, bits: usize, zeros: &[u8]) -> Vec<u8> {
+        let ones: u32 = if bits == 4 { 0x1111_1111 } else { 0x0101_0101 };
+        let words = (0..zeros.len() / 4).map(|at| word(zeros, at));
+        words.flat_map(|word| word.wrapping_sub(ones * u32::from(offset)).to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn a_zero_of_zero_borrows_from_its_neighbours() {
+        let zeros = less(1, 4, &words(&[0, 8, 8, 8, 8, 8, 8, 8], 4));
+        assert_eq!(zeros, 0x7777_776f_u32.to_le_bytes());
+        let format = PackedFormat {
+            rows: 8,
+            columns: 8,
+            groups: 1,
+            zero_offset: 1,
+            ..format(CodeLayout::ColumnWords, 4)
+        };
+        let scales: Vec<u8> = [1f32; 8].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let tensor =
+            PackedTensor { format, codes: &[0; 32], scales: &scales, zeros: Some(&zeros), groups: None };
+        let mut out = [0.0; 8];
+        tensor.decode(0..8, 0..1, &mut out);
+        assert_eq!(out, [0.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0]);
+    }
+
     #[test]
     fn every_layout_of_words_gives_its_values() {
         let layouts = [
@@ -387,6 +414,7 @@ mod tests {
             let [codes, scales, zeros] = stored(layout, bits);
             for zero_offset in [0, 1] {
                 let format = PackedFormat { zero_offset, ..format(layout, bits) };
+                let zeros = less(zero_offset, bits, &zeros);
                 let tensor = PackedTensor {
                     format,
                     codes: &codes,
@@ -395,7 +423,7 @@ mod tests {
                     groups: None,
                 };
                 let wanted = |row: usize, column: usize| {
-                    let zero = (zero(row, column / 8, bits) + u32::from(zero_offset)) & ((1 << bits) - 1);
+                    let zero = zero(row, column / 8, bits);
                     scale(row, column / 8) * (code(row, column, bits) as f32 - zero as f32)
                 };
                 for (rows, columns) in [(0..16, 0..24), (3..4, 5..23), (7..15, 8..9), (4..4, 0..24)] {
@@ -412,6 +440,7 @@ mod tests {
     #[test]
     fn columns_name_their_groups() {
         let [codes, scales, zeros] = stored(CodeLayout::ColumnWords, 4);
+        let zeros = less(1, 4, &zeros);
         let group = |column: usize| column * 5 % 3;
         let groups: Vec<u8> = (0..24).flat_map(|column| (group(column) as u32).to_le_bytes()).collect();
         let format = PackedFormat { zero_offset: 1, ..format(CodeLayout::ColumnWords, 4) };
@@ -426,7 +455,7 @@ mod tests {
         tensor.decode(5..7, 1..21, &mut out);
         let wanted = listed(2, 20, |row, column| {
             let (row, column) = (row + 5, column + 1);
-            let zero = zero(row, group(column), 4).wrapping_add(1) & 15;
+            let zero = zero(row, group(column), 4);
             scale(row, group(column)) * (code(row, column, 4) as f32 - zero as f32)
         });
         assert_eq!(out, wanted);

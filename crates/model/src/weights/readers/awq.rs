@@ -6,7 +6,7 @@
 
 use super::gptq::group_size;
 use super::reader::{
-    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, refused, scale_dtype, setting,
+    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, name_in, refused, scale_dtype, setting,
     weight_before,
 };
 use crate::error::Result;
@@ -39,9 +39,10 @@ impl CheckpointFormat for Awq {
         if bits != BITS {
             return Err(refused("bits", bits, "4"));
         }
-        let version: Option<String> = setting(settings, &["version"], "\"gemm\"")?;
-        if let Some(version) = version.filter(|version| !version.eq_ignore_ascii_case("gemm")) {
-            return Err(refused("version", format!("\"{version}\""), "\"gemm\""));
+        name_in(settings, &["version", "format"], &["gemm"])?;
+        // Its layout is another. Other backends are names of kernels.
+        if let Some(backend) = settings.get("backend").filter(|backend| *backend == "llm-awq") {
+            return Err(refused("backend", backend, "\"autoawq\""));
         }
         if setting::<Option<bool>>(settings, &["zero_point"], "true")? == Some(false) {
             return Err(refused("zero_point", "false", "true"));

@@ -3,9 +3,9 @@
 //!
 //! A linear layer `X` is stored as `X.weight` in bytes, or as `X.weight_packed` and
 //! `X.weight_shape`; each with `X.weight_scale`, and optionally `X.weight_zero_point` and
-//! `X.weight_g_idx`, the group of each input. The entries of `config_groups` are for classes and
-//! patterns of modules, which are not read: type, bits, grid of scales and zeros of a weight follow
-//! from its tensors, and must be those of one entry.
+//! `X.weight_g_idx`, the group of each input (-1 in it: not set). The entries of `config_groups`
+//! are for classes and patterns of modules, which are not read: type, bits, grid of scales and
+//! zeros of a weight follow from its tensors, and must be those of one entry.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +26,7 @@ const SCALES: &str = ".weight_scale";
 const ZEROS: &str = ".weight_zero_point";
 const GROUPS: &str = ".weight_g_idx";
 /// The companions; the last ones are for activations and are not used.
-const OWNED: [&str; 8] =
-    [WORDS, SHAPE, SCALES, ZEROS, GROUPS, ".input_scale", ".input_zero_point", ".output_scale"];
+const OWNED: [&str; 7] = [WORDS, SHAPE, SCALES, ZEROS, GROUPS, ".input_scale", ".input_zero_point"];
 
 /// The format "compressed-tensors".
 pub(super) struct CompressedTensors;
@@ -101,7 +100,6 @@ impl CheckpointFormat for CompressedTensors {
         let transform =
             given("transform_config").filter(|rotations| rotations.get("config_groups").is_some());
         let others = [
-            ("kv_cache_scheme", given("kv_cache_scheme"), "null"),
             ("sparsity_config", sparsity, "null, or the format \"dense\""),
             ("transform_config", transform, "null"),
         ];
@@ -202,10 +200,7 @@ fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo
             zero_offset: 0,
         };
         check_zeros(&format, zeros)?;
-        let indices = weight.of_module(GROUPS);
-        if let Some(indices) = indices {
-            weight.check_groups(GROUPS, indices, [columns, grid[1]])?;
-        }
+        let indices = weight.groups(GROUPS, [columns, grid[1]], |indices| indices.contains(&-1))?;
         return weight.packed(found.name(), format, info, [Some(scales), zeros, indices]);
     }
     Err(causes.into_iter().next().unwrap_or_else(|| {

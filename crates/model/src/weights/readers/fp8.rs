@@ -1,10 +1,10 @@
 //! Checkpoints in FP8 (`quant_method` "fp8": DeepSeek, Qwen, Mistral): `X.weight` in e4m3 with a
-//! scale for each block of the matrix, or one for all, in `X.weight_scale_inv`. In spite of its
-//! name the scale is a factor. `X.input_scale` and `X.activation_scale` are for activations and
+//! scale for each block or row of the matrix, or one for all, in `X.weight_scale_inv`. In spite of
+//! its name the scale is a factor. `X.input_scale` and `X.activation_scale` are for activations and
 //! are not used.
 
 use super::reader::{
-    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, refused, scale_dtype, setting,
+    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, name_in, refused, scale_dtype, setting,
     weight_before,
 };
 use crate::error::Result;
@@ -34,9 +34,7 @@ impl CheckpointFormat for Fp8 {
     }
 
     fn reader(&self, settings: &Settings) -> Result<ReadWeight> {
-        if let Some(fmt) = settings.get("fmt").filter(|fmt| !fmt.is_null() && *fmt != "e4m3") {
-            return Err(refused("fmt", fmt, "\"e4m3\""));
-        }
+        name_in(settings, &["fmt"], &["e4m3"])?;
         let (key, accepted) = ("weight_block_size", "null, or two numbers from 1");
         let block: Option<[usize; 2]> = setting(settings, &[key], accepted)?;
         if let Some(block) = block.filter(|block| block.contains(&0)) {
@@ -57,12 +55,14 @@ fn read(
     let (name, scales) = found.ok_or("weight_scale_inv, the scales of its blocks, is missing")?;
     let [row_block, column_block] = match block {
         None if scales.elements() == 1 => [rows.max(1), columns.max(1)],
+        None if scales.shape == [rows, 1] => [1, columns.max(1)],
         block => block.unwrap_or(BLOCK),
     };
     let grid = [rows.div_ceil(row_block), columns.div_ceil(column_block)];
     if scales.shape != grid && (scales.elements() != 1 || grid != [1, 1]) {
+        let others = if block.is_none() { format!("[1], [{rows}, 1], or ") } else { String::new() };
         return Err(format!(
-            "{name} has shape {:?}; accepted: {grid:?}, one scale for each block of {row_block} by {column_block}",
+            "{name} has shape {:?}; accepted: {others}{grid:?}, one scale for each block of {row_block} by {column_block}",
             scales.shape
         ));
     }

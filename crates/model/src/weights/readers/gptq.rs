@@ -3,12 +3,14 @@
 //! A linear layer `X` is stored as `X.qweight` (words of 32 bits along its inputs, transposed),
 //! `X.scales` (a row for each group of inputs), `X.qzeros` (words along its outputs) and `X.g_idx`,
 //! the group of each input. Groups are those of `g_idx` and not consecutive inputs: with `desc_act`
-//! inputs are grouped by their importance. Version 1 stores zeros less one.
+//! inputs are grouped by their importance. A `g_idx` of zeros alone is a placeholder if there are
+//! several groups. Version 1 stores zeros less one, subtracted from whole words: a zero of 0
+//! borrows from the next.
 
 use serde_json::Value;
 
 use super::reader::{
-    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, refused, scale_dtype, setting,
+    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, name_in, refused, scale_dtype, setting,
     weight_before,
 };
 use crate::error::Result;
@@ -55,16 +57,9 @@ fn packing(settings: &Settings) -> Result<Packing> {
         return Err(refused("bits", bits, "4, 8"));
     }
     // GPTQModel has a second name for it.
-    let keys = ["checkpoint_format", "format"];
-    let accepted = "\"gptq\", \"gptq_v2\"";
-    let zero_offset = match setting::<Option<String>>(settings, &keys, accepted)?.as_deref() {
-        None | Some("gptq") => 1,
-        Some("gptq_v2") => 0,
-        Some(other) => return Err(refused(keys[0], format!("\"{other}\""), accepted)),
-    };
-    if let Some(other) = settings.get("pack_dtype").filter(|dtype| *dtype != "int32") {
-        return Err(refused("pack_dtype", other, "\"int32\""));
-    }
+    let version = name_in(settings, &["checkpoint_format", "format"], &["gptq", "gptq_v2"])?;
+    let zero_offset = u8::from(version != Some("gptq_v2"));
+    name_in(settings, &["pack_dtype"], &["int32"])?;
     // Settings of single modules, by patterns of their names.
     let patterns = settings.get("dynamic").and_then(Value::as_object).into_iter().flatten();
     if let Some((pattern, settings)) = patterns.into_iter().find(|(pattern, _)| !pattern.starts_with("-:")) {
@@ -103,14 +98,11 @@ fn read(weight: &StoredWeight<'_, '_>, packing: Packing) -> Result<(TensorInfo, 
     let [scales, zeros] = [weight.required(SCALES)?, weight.required(ZEROS)?];
     expect("scales", scales, scales.dtype, Some(&[groups, rows]))?;
     expect("qzeros", zeros, StoredDtype::I32, Some(&[groups, rows / in_word]))?;
-    let indices = weight.of_module(GROUPS);
-    match indices {
-        Some(indices) => weight.check_groups(GROUPS, indices, [columns, groups])?,
-        None if desc_act => {
-            return Err("g_idx, the groups of its inputs, is missing although `desc_act` is true".into());
-        }
-        None => {}
+    if desc_act && weight.of_module(GROUPS).is_none() {
+        return Err("g_idx, the groups of its inputs, is missing although `desc_act` is true".into());
     }
+    let is_placeholder = |indices: &[i32]| groups > 1 && indices.iter().all(|index| *index == 0);
+    let indices = weight.groups(GROUPS, [columns, groups], is_placeholder)?;
     let format = PackedFormat {
         codes: CodeLayout::ColumnWords,
         bits,

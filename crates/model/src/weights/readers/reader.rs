@@ -60,14 +60,35 @@ pub(super) trait CheckpointFormat: Sync {
     fn reader(&self, settings: &Settings) -> Result<ReadWeight>;
 }
 
-/// Reads the first of `keys` that is present, or null.
+/// Returns the first of `keys` that is present and not null.
+fn present<'s, 'k>(settings: &'s Settings, keys: &[&'k str]) -> Option<(&'k str, &'s Value)> {
+    let given = |key: &str| settings.get(key).filter(|value| !value.is_null());
+    keys.iter().find_map(|key| Some((*key, given(key)?)))
+}
+
+/// Reads the first of `keys` that is present and not null, or null.
 ///
 /// # Errors
 /// User: it has another type; the error lists the `accepted` values.
 pub(super) fn setting<T: DeserializeOwned>(settings: &Settings, keys: &[&str], accepted: &str) -> Result<T> {
-    let present = keys.iter().find_map(|key| Some((*key, settings.get(*key)?)));
-    let (key, value) = present.unwrap_or((keys[0], &Value::Null));
+    let (key, value) = present(settings, keys).unwrap_or((keys[0], &Value::Null));
     T::deserialize(value).map_err(|_| refused(key, value, accepted))
+}
+
+/// Reads the first of `keys` that is present and not null: one of the `accepted` names, in any
+/// case.
+///
+/// # Errors
+/// User: it is another value.
+pub(super) fn name_in<'n>(
+    settings: &Settings,
+    keys: &[&str],
+    accepted: &[&'n str],
+) -> Result<Option<&'n str>> {
+    let Some((key, value)) = present(settings, keys) else { return Ok(None) };
+    let is_meant = |name: &&&str| value.as_str().is_some_and(|found| found.eq_ignore_ascii_case(name));
+    let quoted = || accepted.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
+    accepted.iter().find(is_meant).map(|name| Some(*name)).ok_or_else(|| refused(key, value, &quoted()))
 }
 
 /// Returns the error for a setting that no reader supports.
@@ -132,25 +153,29 @@ impl StoredWeight<'_, '_> {
         self.tensors.get(self.name).ok_or_else(|| "its codes are missing".into())
     }
 
-    /// Checks that the companion `end` names one of `groups` for each of `columns`, unless its
-    /// values are not available.
-    pub(super) fn check_groups(
+    /// Returns the companion `end` if it names one of `groups` for each of `columns`, or its values
+    /// are not available. Returns `None` if it is missing or `is_unset`: groups are then of
+    /// consecutive columns.
+    pub(super) fn groups(
         &self,
         end: &str,
-        info: &TensorInfo,
         [columns, groups]: [usize; 2],
-    ) -> Result<(), String> {
-        let name = &end[1..];
+        is_unset: impl Fn(&[i32]) -> bool,
+    ) -> Result<Option<&TensorInfo>, String> {
+        let (name, Some(info)) = (&end[1..], self.of_module(end)) else { return Ok(None) };
         expect(name, info, StoredDtype::I32, Some(&[columns]))?;
         let (words, _) = (self.bytes)(info).as_chunks::<4>();
-        let indices = words.iter().map(|word| i32::from_le_bytes(*word));
+        let indices: Vec<i32> = words.iter().map(|word| i32::from_le_bytes(*word)).collect();
+        if !indices.is_empty() && is_unset(&indices) {
+            return Ok(None);
+        }
         let in_range = |index: i32| usize::try_from(index).is_ok_and(|index| index < groups);
-        match indices.enumerate().find(|(_, index)| !in_range(*index)) {
+        match indices.into_iter().enumerate().find(|(_, index)| !in_range(*index)) {
             Some((column, index)) => Err(format!(
                 "{name} gives column {column} the group {index}; accepted: 0 to {}",
                 groups.saturating_sub(1)
             )),
-            None => Ok(()),
+            None => Ok(Some(info)),
         }
     }
 
