@@ -19,8 +19,8 @@ use crate::recipe::DataSection;
 use crate::weights::sidecar_files::{TEMPLATE_FILE, TOKENIZER_CONFIG, TokenizerFiles};
 
 impl BaseModel {
-    /// Adopts the tokenizer of the adapter in `folder`, if it replaces the model's, and its number of
-    /// tokens.
+    /// Adopts the tokenizer of the adapter in `folder`, if it replaces the model's, and its number
+    /// of tokens.
     ///
     /// # Errors
     /// The adapter cannot be read.

@@ -396,8 +396,8 @@ impl Tokenizer {
         &self.config
     }
 
-    /// Notes if the BPE dropout of tokenizer.json is disabled, or a converted vocabulary adds no BOS
-    /// because its files do not decide about it.
+    /// Notes if the BPE dropout of tokenizer.json is disabled, or a converted vocabulary adds no
+    /// BOS because its files do not decide about it.
     pub fn left_out(&self) -> Vec<String> {
         let folder = self.folder.display();
         let dropout = self.dropout.map(|share| format!(

@@ -128,9 +128,9 @@ pub struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// Returns the tokenizer in the `folder` of an adapter of `base`, if it replaces the base's. Only
-    /// a tokenizer.json replaces a tokenizer.json: PEFT saves the sentencepiece model that a slow
-    /// tokenizer was read from, without the rules of the base's file.
+    /// Returns the tokenizer in the `folder` of an adapter of `base`, if it replaces the base's.
+    /// Only a tokenizer.json replaces a tokenizer.json: PEFT saves the sentencepiece model that a
+    /// slow tokenizer was read from, without the rules of the base's file.
     ///
     /// # Errors
     /// Storage: a folder cannot be read.
