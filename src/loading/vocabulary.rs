@@ -1,7 +1,8 @@
 //! The tokens of a model in use: its own, those of `model.new_tokens`, and those of an adapter.
 //!
 //! An adapter works only with the tokenizer and the chat template of its training. Its folder
-//! therefore contains them, and they replace the model's. Embedding and head of the model grow by
+//! therefore contains them, and they replace the model's. Another vocabulary than a tokenizer.json
+//! does not replace a tokenizer.json. Embedding and head of the model grow by
 //! the rows that its files do not have.
 
 use std::collections::BTreeMap;
@@ -18,7 +19,8 @@ use crate::recipe::DataSection;
 use crate::weights::sidecar_files::{TEMPLATE_FILE, TOKENIZER_CONFIG, TokenizerFiles};
 
 impl BaseModel {
-    /// Adopts the tokenizer of the adapter in `folder`, if it has one, and its number of tokens.
+    /// Adopts the tokenizer of the adapter in `folder`, if it replaces the model's, and its number
+    /// of tokens.
     ///
     /// # Errors
     /// The adapter cannot be read.
@@ -26,7 +28,7 @@ impl BaseModel {
         let config = &mut self.config;
         config.vocab_size =
             SavedAdapter::read(folder)?.vocab_size(config.vocab_size, config.tie_word_embeddings);
-        if let Some(tokenizer) = TokenizerFiles::find(folder)? {
+        if let Some(tokenizer) = TokenizerFiles::of_adapter(folder, &self.found.folder)? {
             self.tokenizer = tokenizer.folder;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! The lowest crate of `finetune`: errors, units, recipe choices, contained panics, locks, thread
-//! starts, secret files, HTTP addresses, the wall clock, child programs and the names of tokenizer files. Other crates re-export
-//! these modules.
+//! starts, secret files, HTTP addresses, the wall clock, child programs and the names of tokenizer
+//! files. Other crates re-export these modules.
 
 pub mod address;
 pub mod clock;

@@ -11,8 +11,9 @@ pub const TOKENIZER_MODEL: &str = "tokenizer.model";
 /// The vocabulary of the first Qwen models, in the format of tiktoken.
 pub const QWEN: &str = "qwen.tiktoken";
 
-/// The accepted names. The first one that exists describes the tokenizer, as in transformers, which
-/// takes the first name of the alphabet if a repository has no tokenizer.json.
+/// The accepted names. The first one that exists describes the tokenizer. transformers takes
+/// tokenizer.json too; without it, the first of the other names in the folder's listing, and it
+/// does not know [`QWEN`].
 pub const VOCABULARIES: [&str; 5] = [TOKENIZER_JSON, TEKKEN, TIKTOKEN, TOKENIZER_MODEL, QWEN];
 
 /// Returns the name of the file that describes the tokenizer, if `exists` is true for any.

@@ -12,6 +12,11 @@ use super::tokenizer_outline::FIRST_MARK;
 /// Maximum bytes of a token of a unigram model, which reads that many bytes from each position of a
 /// text.
 const LONGEST_PIECE: usize = 256;
+/// Maximum bytes of a pattern that matches some texts, which may be compared with the text at each
+/// position: those of 300 tokens, and of all runs of up to 31 spaces as sentencepiece writes them.
+const LONGEST_CHOICE: usize = 8192;
+/// Maximum bytes of one of these texts.
+const LONGEST_CHOSEN: usize = 256;
 
 /// Parts that read each byte of a text a bounded number of times.
 const LINEAR: &[&str] = &[
@@ -43,15 +48,12 @@ const LINEAR: &[&str] = &[
     "Fuse",
 ];
 
-/// The spaces around a text, which sentencepiece removes.
-pub(super) const EDGE_SPACES: &str = r"\A +| +\z";
 /// Several spaces, of which sentencepiece keeps one.
 pub(super) const RUNS_OF_SPACES: &str = " {2,}";
 
 /// Regular expressions of known families, in which no alternative reads far beyond its match.
 const PATTERNS: &[&str] = &[
     // Converted sentencepiece models.
-    EDGE_SPACES,
     RUNS_OF_SPACES,
     FIRST_MARK,
     // GPT-2.
@@ -112,19 +114,21 @@ fn is_linear_part(part: &Value) -> bool {
     }
 }
 
-/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`.
+/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`, and is short.
 fn is_choice_of_texts(pattern: &str) -> bool {
     let mut characters = pattern.chars();
+    let mut length = 0;
     while let Some(character) = characters.next() {
+        length = if character == '|' { 0 } else { length + character.len_utf8() };
         let is_text = match character {
             '\\' => characters.next().is_some_and(|escaped| escaped.is_ascii_punctuation()),
             _ => !"()[]{}?*+^$.#&~-".contains(character),
         };
-        if !is_text {
+        if !is_text || length > LONGEST_CHOSEN {
             return false;
         }
     }
-    !pattern.is_empty()
+    (1..=LONGEST_CHOICE).contains(&pattern.len())
 }
 
 #[cfg(test)]
@@ -167,6 +171,8 @@ mod tests {
             // The crate also accepts a part without its name.
             r#""normalizer": {"pattern": {"Regex": "a+$"}, "content": ""}"#,
             r#""decoder": {"type": "Replace", "pattern": {"Regex": "a+$"}, "content": ""}"#,
+            // Each space of a run reads to the end of the run.
+            r#""normalizer": {"type": "Replace", "pattern": {"Regex": "\\A +| +\\z"}, "content": ""}"#,
         ] {
             assert!(!is_linear(&tokenizer(parts)), "{parts}");
         }
@@ -175,5 +181,9 @@ mod tests {
         for pattern in ["", "a.", "a+", r"a\d", r"a\", "(a)", "a|b*"] {
             assert!(!is_choice_of_texts(pattern), "{pattern}");
         }
+        let longest = "a".repeat(LONGEST_CHOSEN);
+        let full = vec![longest.as_str(); LONGEST_CHOICE / (LONGEST_CHOSEN + 1)].join("|");
+        assert!(is_choice_of_texts(&full) && !is_choice_of_texts(&format!("{full}|{longest}")));
+        assert!(!is_choice_of_texts(&format!("{longest}a|b")));
     }
 }

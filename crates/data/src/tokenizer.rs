@@ -396,13 +396,19 @@ impl Tokenizer {
         &self.config
     }
 
-    /// A note if the BPE dropout of tokenizer.json is disabled.
-    pub fn left_out(&self) -> Option<String> {
-        let share = self.dropout?;
-        Some(format!(
-            "tokenizer.json of {} has a BPE dropout of {share} (`model.dropout`): it is disabled, so that a text always has the same tokens",
-            self.folder.display()
-        ))
+    /// Notes if the BPE dropout of tokenizer.json is disabled, or a converted vocabulary adds no
+    /// BOS because its files do not decide about it.
+    pub fn left_out(&self) -> Vec<String> {
+        let folder = self.folder.display();
+        let dropout = self.dropout.map(|share| format!(
+            "tokenizer.json of {folder} has a BPE dropout of {share} (`model.dropout`): it is disabled, so that a text always has the same tokens"
+        ));
+        let silent = self.converted && !self.adds_bos && !self.config.contains_key("add_bos_token");
+        let bos = self.bos.as_ref().filter(|_| silent).map(|bos| format!(
+            "the tokenizer in {folder} has the BOS token {:?}, but tokenizer_config.json has no `add_bos_token`: texts get no BOS, as in transformers 5; other programs may add it, as finetune does with `\"add_bos_token\": true`",
+            bos.text
+        ));
+        dropout.into_iter().chain(bos).collect()
     }
 
     /// BLAKE3 of tokenizer.json.

@@ -32,6 +32,8 @@ const MAX_ADDED_BYTES: usize = 4096;
 const MAX_REPLACEMENT_BYTES: usize = 256;
 /// The pattern of a text that begins with a mark for a space: it matches once, three bytes.
 pub(super) const FIRST_MARK: &str = r"\A▁";
+/// The content that replaces that mark in converted sentencepiece models.
+pub(super) const TWO_MARKS: &str = "▁▁";
 /// Maximum number of added tokens: ten times that of any tokenizer.
 pub(super) const MAX_ADDED_TOKENS: usize = 200_000;
 
@@ -143,15 +145,15 @@ impl PartSizes {
     }
 
     fn replacement(&mut self, step: &Value) -> Result<(), String> {
-        let content = step["content"].as_str().unwrap_or_default().len();
+        let content = step["content"].as_str().unwrap_or_default();
         let least = match (step["pattern"]["String"].as_str(), step["pattern"]["Regex"].as_str()) {
             (Some(""), _) | (_, Some("")) => return Err("has a `Replace` with an empty pattern".to_owned()),
             (Some(pattern), _) => pattern.len(),
-            (_, Some(FIRST_MARK)) => return Ok(()),
+            (_, Some(FIRST_MARK)) if content == TWO_MARKS => return Ok(()),
             // A match of a regular expression may be a single byte.
             _ => 1,
         };
-        self.growth *= (content as f64 / least as f64).max(1.0);
+        self.growth *= (content.len() as f64 / least as f64).max(1.0);
         Ok(())
     }
 }
@@ -247,6 +249,17 @@ mod tests {
                 .contains("1099511627776 times as long")
         );
         assert!(refusal(r#""pre_tokenizer": {"length": 0}"#).contains("FixedLength"));
+    }
+
+    #[test]
+    fn only_a_second_mark_grows_a_text_by_a_constant() {
+        let parts = |content: &str| {
+            let part =
+                format!(r#"{{"type": "Replace", "pattern": {{"Regex": "\\A▁"}}, "content": "{content}"}}"#);
+            format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{}]}}"#, vec![part; 40].join(","))
+        };
+        assert!(check(format!("{{{}}}", parts(TWO_MARKS)).as_bytes()).is_ok());
+        assert!(refusal(&parts("▁▁▁")).contains("times as long"));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::linear_cost;
 use crate::tokenizer::Tokenizer;
-use crate::tokenizer_names::TOKENIZER_JSON;
+use crate::tokenizer_names::{TOKENIZER_JSON, VOCABULARIES};
 
 fn golden(name: &str) -> PathBuf {
     let project = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
@@ -43,7 +43,11 @@ fn other_vocabularies_give_the_ids_of_their_programs() {
             assert_eq!(decoded, row["decoded"].as_str().unwrap(), "{}: {text:?}", folder.display());
         }
         let parts = tokenizers::Tokenizer::from_bytes(tokenizer.json().unwrap()).unwrap();
-        assert!(linear_cost::is_linear(&parts), "{}", folder.display());
+        // sentencepiece removes the spaces around a text by a pattern that is not linear.
+        assert_eq!(linear_cost::is_linear(&parts), !folder.ends_with("unigram"), "{}", folder.display());
+        let silent = ["llama2-no-prefix", "llama2-bare", "llama3"].iter().any(|name| folder.ends_with(name));
+        let notes = tokenizer.left_out();
+        assert_eq!(notes.iter().any(|note| note.contains("has no `add_bos_token`")), silent, "{notes:?}");
         names.push(folder);
     }
     assert_eq!(names.len(), 12);
@@ -57,6 +61,9 @@ fn new_tokens_make_a_tokenizer_json() {
         let next = tokenizer.vocab_size() as u32;
         assert_eq!(tokenizer.add_tokens(&["<new>".to_owned()]).unwrap(), [next], "{name}");
         let folder = copy_of(name);
+        let vocabulary =
+            VOCABULARIES.map(|file| folder.path().join(file)).into_iter().find(|path| path.exists());
+        std::fs::remove_file(vocabulary.unwrap()).unwrap();
         for (file, text) in tokenizer.changed_files() {
             std::fs::write(folder.path().join(file), text).unwrap();
         }
@@ -111,7 +118,11 @@ fn bad_vocabularies_are_refused_with_the_file_and_the_reason() {
     let text = tekken(&|file| file["config"]["default_vocab_size"] = json!(5000));
     assert!(text.contains("`default_vocab_size` is 5000; accepted: 20 special tokens"), "{text}");
     let text = tekken(&|file| file["special_tokens"][2]["rank"] = json!(9));
-    assert!(text.contains("\"</s>\" has the rank 9") || text.contains("has the rank 3"), "{text}");
+    // The tokens are in the order of their ranks, so the next one is in its place.
+    assert!(
+        text.contains(r#"special token "[INST]" has the rank 3"#) && text.contains("expected 2"),
+        "{text}"
+    );
     let text = tekken(&|file| file["vocab"][7]["rank"] = json!(8));
     assert!(text.contains("token 7 of its `vocab` has the rank 8; accepted: 7"), "{text}");
     let text = tekken(&|file| file["vocab"][7]["token_bytes"] = json!("?"));

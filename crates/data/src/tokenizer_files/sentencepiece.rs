@@ -12,11 +12,13 @@ use super::converted::{AddedEnds, ConvertedVocabulary, parts};
 use super::settings::TokenizerSettings;
 use super::spm_model::{Algorithm, NamedPiece, Piece, PieceKind, SpmModel};
 use super::{check_splits, collect_merges, splits};
-use crate::linear_cost::{EDGE_SPACES, RUNS_OF_SPACES};
-use crate::tokenizer_outline::FIRST_MARK;
+use crate::linear_cost::RUNS_OF_SPACES;
+use crate::tokenizer_outline::{FIRST_MARK, TWO_MARKS};
 
 /// The mark that sentencepiece writes for a space.
 const MARK: &str = "▁";
+/// The spaces around a text, which sentencepiece removes.
+const EDGE_SPACES: &str = r"\A +| +\z";
 
 /// Converts the model in `bytes` of a folder with `settings` and the config.json `model`.
 ///
@@ -97,10 +99,14 @@ fn generic(model: &SpmModel, mut settings: TokenizerSettings) -> Result<Converte
     settings.list_tokens(listed(model, &[PieceKind::Control]));
     settings.listed_are_raw = model.dummy_prefix;
     let legacy = settings.flag("legacy").unwrap_or(true);
-    let texts = renamed(model, &settings);
+    let algorithm = model.algorithm()?;
+    let texts = match algorithm {
+        Algorithm::Unigram => model.pieces.iter().map(|piece| piece.text.clone()).collect(),
+        Algorithm::Bpe => renamed(model, &settings),
+    };
     let user_defined: Vec<&str> =
         of_kind(model, &texts, PieceKind::UserDefined).map(|(_, text)| text).collect();
-    let vocabulary = match model.algorithm()? {
+    let vocabulary = match algorithm {
         Algorithm::Unigram => unigram(model)?,
         Algorithm::Bpe => {
             let ids = texts.iter().map(String::as_str).zip(0..).collect();
@@ -141,7 +147,7 @@ fn normalizers(model: &SpmModel, legacy: bool) -> Vec<Value> {
     }
     if model.dummy_prefix && legacy {
         // Metaspace adds no mark to a text that starts with one, but sentencepiece does.
-        steps.push(replace(&json!({"Regex": FIRST_MARK}), "▁▁"));
+        steps.push(replace(&json!({"Regex": FIRST_MARK}), TWO_MARKS));
     }
     steps
 }
@@ -172,8 +178,8 @@ fn generic_decoders(model: &SpmModel) -> Vec<Value> {
     steps
 }
 
-/// The texts of the pieces by id. A list of added tokens renames pieces, except to the text of a
-/// piece that keeps its name.
+/// The texts of the pieces of a BPE model by id. A list of added tokens renames pieces, except to
+/// the text of a piece that keeps its name.
 fn renamed(model: &SpmModel, settings: &TokenizerSettings) -> Vec<String> {
     let lists = settings.lists();
     let names: BTreeMap<i64, String> =
@@ -291,4 +297,26 @@ fn decoder(byte_fallback: bool) -> Vec<Value> {
 /// The step of a decoder that removes the space before a text.
 fn strip() -> Value {
     json!({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A unigram model keeps its user-defined pieces; only BPE takes the names of a list.
+    #[test]
+    fn a_list_renames_no_piece_of_a_unigram_model() {
+        let project = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+        let bytes = std::fs::read(project.join("tests/golden/vocabularies/unigram/tokenizer.model")).unwrap();
+        let model = SpmModel::read(&bytes).unwrap();
+        let mut settings = TokenizerSettings::default();
+        settings.config.insert("added_tokens_decoder".to_owned(), json!({"4": {"content": "<call>"}}));
+        assert_eq!(
+            (model.pieces[4].text.as_str(), renamed(&model, &settings)[4].as_str()),
+            ("<tool>", "<call>")
+        );
+        let pattern =
+            &generic(&model, settings).unwrap().parts["pre_tokenizer"]["pretokenizers"][1]["pattern"];
+        assert_eq!(pattern["Regex"], "<tool>");
+    }
 }

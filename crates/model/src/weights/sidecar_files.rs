@@ -128,14 +128,16 @@ pub struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// Returns the tokenizer in `folder`, if it exists.
+    /// Returns the tokenizer in the `folder` of an adapter of `base`, if it replaces the base's.
+    /// Only a tokenizer.json replaces a tokenizer.json: PEFT saves the sentencepiece model that a
+    /// slow tokenizer was read from, without the rules of the base's file.
     ///
     /// # Errors
-    /// Storage: the folder cannot be read.
-    pub fn find(folder: &Path) -> Result<Option<Self>> {
-        let names = if facts(folder)?.is_some() { file_names(folder)? } else { Vec::new() };
-        let found = tokenizer_names::vocabulary(|name| names.iter().any(|found| found == name));
-        Ok(found.map(|_| TokenizerFiles {
+    /// Storage: a folder cannot be read.
+    pub fn of_adapter(folder: &Path, base: &Path) -> Result<Option<Self>> {
+        let found = vocabulary(folder)?;
+        let replaces = found == Some(TOKENIZER_JSON) || vocabulary(base)? != Some(TOKENIZER_JSON);
+        Ok(found.filter(|_| replaces).map(|_| TokenizerFiles {
             folder: folder.to_owned(),
             changed: Vec::new(),
             has_template: false,
@@ -155,6 +157,12 @@ impl TokenizerFiles {
         }
         self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))
     }
+}
+
+/// Returns the name of the vocabulary in `folder`, if it has one.
+fn vocabulary(folder: &Path) -> Result<Option<&'static str>> {
+    let names = if facts(folder)?.is_some() { file_names(folder)? } else { Vec::new() };
+    Ok(tokenizer_names::vocabulary(|name| names.iter().any(|found| found == name)))
 }
 
 /// Copies the sidecar files of the weights in `from` to the existing folder `to`. A given

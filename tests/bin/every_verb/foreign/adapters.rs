@@ -110,6 +110,26 @@ fn the_one_adapter_below_a_folder_is_read() {
     ");
 }
 
+/// PEFT saves the sentencepiece model of a slow tokenizer beside the adapter.
+#[test]
+fn only_a_tokenizer_json_replaces_that_of_the_base() {
+    let place = adapted();
+    place.write("adapter/tokenizer.model", "pieces");
+    let (found, warnings) = loss(&place);
+    assert_near(found, ADAPTED);
+    assert_eq!(warnings, "");
+    let merge = |output: &str| {
+        succeed(&place, &["merge", "--model", "model", "--adapter", "adapter", "--output", output]);
+    };
+    let text = |name: &str| std::fs::read_to_string(place.path(name)).unwrap();
+    merge("merged");
+    assert_eq!(text("merged/tokenizer.json"), text("model/tokenizer.json"));
+    assert!(!place.path("merged/tokenizer.model").exists());
+    place.write("adapter/tokenizer.json", &format!("{} ", text("model/tokenizer.json")));
+    merge("replaced");
+    assert_eq!(text("replaced/tokenizer.json"), text("adapter/tokenizer.json"));
+}
+
 #[test]
 fn keys_without_effect_pass() {
     let place = adapted();

@@ -154,6 +154,20 @@ fn a_sentencepiece_model_is_enough() {
     }
 }
 
+/// The pattern that removes spaces makes a process of its own encode; the ids are the same.
+#[test]
+fn a_model_that_removes_spaces_gives_the_ids_of_transformers() {
+    let place = place("tiny-mistral");
+    with_vocabulary(&place, "unigram");
+    let rows = json(&golden("vocabularies/unigram.json"));
+    for text in ["  two leading", "trailing space ", "two  spaces   three    four"] {
+        let row = rows.as_array().unwrap().iter().find(|row| row["text"] == text).unwrap();
+        let mut expected: Vec<u32> = serde_json::from_value(row["ids"].clone()).unwrap();
+        expected.push(2);
+        assert_eq!(ids(&place, text), expected, "{text:?}");
+    }
+}
+
 /// GGUF files have the tokens of a converted vocabulary.
 #[test]
 fn a_vocabulary_is_exported_to_gguf() {

@@ -98,7 +98,7 @@ pub fn merge(
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
-        TokenizerFiles::find(adapter.folder())?.as_ref(),
+        TokenizerFiles::of_adapter(adapter.folder(), base.folder())?.as_ref(),
         folder.path(),
         changes,
     )?;
