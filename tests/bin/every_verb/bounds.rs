@@ -98,7 +98,7 @@ fn more_new_tokens_than_there_is_memory_for() {
     for count in ["1152921504606846976", "18446744073709551615"] {
         let said =
             refused(&place, &["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", count]);
-        assert!(said.contains("error: cannot keep the keys and values of "), "{said}");
+        assert!(said.contains("error: cannot keep the keys, values and states of "), "{said}");
         assert!(said.contains("hint: give a smaller `--max-new-tokens`"), "{said}");
     }
 }
