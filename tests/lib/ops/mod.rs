@@ -32,14 +32,13 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 15] = [
+const NO_OPS: [&str; 14] = [
     "requested_work",
     "count_process",
     "emulate",
     "empty",
     "has_kernels",
     "chunked_loss_bytes",
-    "delta_chunks",
     "frozen_loss_bytes",
     "logits_bytes",
     "preload",

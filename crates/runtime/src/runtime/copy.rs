@@ -71,11 +71,11 @@ pub fn stacked(parts: &[&Tensor]) -> Result<Tensor> {
 pub fn columns_of(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
     let (rows, width) = dims2(x)?;
     let out: usize = columns.iter().map(Range::len).sum();
-    let _span = span(|| SpanInfo::op("columns").dims(&[rows, out]).moves(&[x, x]));
+    let bytes = rows * out * x.dtype().size_in_bytes();
+    let _span = span(|| SpanInfo::op("columns").dims(&[rows, out]).bytes(2 * bytes));
     if !x.device().is_cpu() {
         let numbers: Vec<u32> = columns.iter().cloned().flatten().map(|column| column as u32).collect();
         let numbers = to_device(&Tensor::from_vec(numbers, out, &Device::Cpu)?, x.device())?;
-        let bytes = rows * out * x.dtype().size_in_bytes();
         return allocated_by_candle(x.device(), bytes, || x.index_select(&numbers, 1));
     }
     with_elem!(x.dtype(), T => {

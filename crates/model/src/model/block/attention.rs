@@ -128,7 +128,9 @@ impl AttentionWeights {
         let (raw, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
         let (qkv, gates) = if self.mixer.has_gates {
             let order = GateOrder::new(pass.config.heads);
-            (columns_of(&raw, &order.qkv)?, Some(columns_of(&raw, &order.gates)?))
+            let (qkv, gates) = (columns_of(&raw, &order.qkv)?, columns_of(&raw, &order.gates)?);
+            drop(raw);
+            (qkv, Some(gates))
         } else {
             (raw, None)
         };

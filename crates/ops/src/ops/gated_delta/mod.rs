@@ -217,15 +217,10 @@ pub fn gated_delta_backward(
     }
 }
 
-/// Returns the number of chunks of sequences of these lengths whose states are saved, the first
-/// dimension of [`DeltaOutput::states`]: at most a 64th of the tokens.
-pub fn delta_chunks(lengths: impl Iterator<Item = usize>) -> usize {
-    lengths.map(|len| len.div_ceil(CHUNK).saturating_sub(1)).sum()
-}
-
-/// Returns the number of saved states of these spans.
+/// Returns the number of chunks of these spans whose states are saved, the first dimension of
+/// [`DeltaOutput::states`]: at most a 64th of the tokens.
 fn states_of(spans: &[Span]) -> usize {
-    delta_chunks(spans.iter().map(|span| span.q_len))
+    spans.iter().map(|span| span.q_len.div_ceil(CHUNK).saturating_sub(1)).sum()
 }
 
 /// The gradients around the delta rule that a backward writes or adds to.
