@@ -45,6 +45,7 @@ pub use composition::{
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
+pub(crate) use families::families;
 pub use families::{
     Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
     GgufSoftcap, GgufWindows,

@@ -2,7 +2,8 @@
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps.
 //! It gives tensors by name, converted during reading, and dequantized if the checkpoint is
-//! quantized in a format of `readers`. [`write_file`] and [`write_sharded`] stream tensors back,
+//! quantized in a format of `readers`. A folder may list the tensors of a GGUF file instead
+//! (`gguf`). [`write_file`] and [`write_sharded`] stream tensors back,
 //! one at a time, to the same layout; `RandomAccessWriter` accepts them in any order.
 //! [`sidecar_files`] copies config.json and the tokenizer to new weights. [`Summary`] describes a
 //! folder from headers alone, which [`RangeReader`] can read remotely. `model` defines the meaning
@@ -14,9 +15,11 @@
 mod atomic_dir;
 mod digest;
 mod files;
+mod gguf;
 mod header;
 mod identity;
 mod index;
+mod no_weights;
 mod output_file;
 mod packed;
 mod quantized;
@@ -38,6 +41,8 @@ pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
+pub use gguf::GGUF_INDEX;
+pub(crate) use gguf::{GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue};
 pub(crate) use identity::QUANTIZED_FROM;
 pub use identity::{ConfigDifference, ModelIdentity};
 pub use output_file::{OutputFile, OutputKind};

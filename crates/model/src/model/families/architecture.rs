@@ -22,7 +22,7 @@ pub struct Architecture {
     /// Default of `tie_word_embeddings`.
     pub(super) ties_embeddings: bool,
     /// The key of the inner width of its MLPs.
-    pub(super) intermediate_size: &'static str,
+    pub(crate) intermediate_size: &'static str,
     /// Reads the parts of a model. Defaults are those of transformers' configuration class.
     pub(super) compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
     /// Returns the name of a module in the checkpoint, after that of its block.

@@ -95,6 +95,11 @@ static FAMILIES: &[&Architecture] = &[
     &granitemoe::GRANITEMOE,
 ];
 
+/// Returns all families.
+pub(crate) fn families() -> impl Iterator<Item = &'static Architecture> {
+    FAMILIES.iter().copied()
+}
+
 impl ModelConfig {
     /// Reads the text of a config.json; `file` names it in errors.
     ///
