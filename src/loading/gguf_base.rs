@@ -15,7 +15,7 @@ use crate::weights::{GGUF_INDEX, INDEX_FILE, MODEL_FILE};
 /// # Errors
 /// The user's: the folder holds several models, or the file holds none that finetune computes. The
 /// cache cannot be written.
-pub fn described(path: &Path) -> Result<Option<PathBuf>> {
+pub(crate) fn described(path: &Path) -> Result<Option<PathBuf>> {
     let Some(file) = file_of(path)? else { return Ok(None) };
     let whole = file.canonicalize().map_err(|error| Error::io("read weights", &file, &error))?;
     let digest = blake3::hash(whole.as_os_str().as_encoded_bytes()).to_hex();

@@ -646,11 +646,11 @@ fn weights_in_other_formats() {
     place.write("model/model-q4_k_m.gguf", "GGUF");
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
-    error: folder `[DIR]/model` holds only GGUF files (model-q4_k_m.gguf)
-      caused by: GGUF is a format for inference, which finetune does not train
-      caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
-    hint: give the repository that the GGUF was made from; its card calls it the base model
+    error: cannot read weights [DIR]/model/model-q4_k_m.gguf
+      caused by: it has 4 bytes; a GGUF file has at least 24
+    hint: download or save the file again
     ");
+    std::fs::remove_file(place.path("model/model-q4_k_m.gguf")).unwrap();
     place.write("model/pytorch_model.bin", "PK");
     assert_snapshot!(no_run(&place, &[]), @r#"
     exit 1

@@ -124,7 +124,7 @@ fn gated_deltanet_follows_transformers_and_peft() {
 /// trains on the dequantized weights.
 #[test]
 fn lora_on_packed_bases_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block"] {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "gguf_q4_k"] {
         follows(&format!("lora_{format}"));
     }
 }

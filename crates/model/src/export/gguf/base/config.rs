@@ -37,10 +37,18 @@ pub(super) fn read(file: &GgufFile) -> Result<Described> {
     };
     let keys = ArchKeys::new(file, arch);
     let family = family(&keys)?;
-    let json = settings(&keys, family)?;
-    let text = Value::Object(json.clone()).to_string();
+    let mut json = settings(&keys, family)?;
     let whole = || format!("cannot use the model of {}", file.path().display());
-    let config = ModelConfig::from_json(&text, "its metadata").during(whole)?;
+    let composed = |json: &Map<String, Value>| {
+        let text = Value::Object(json.clone()).to_string();
+        ModelConfig::from_json(&text, "its metadata").during(whole)
+    };
+    let mut config = composed(&json)?;
+    // In some families the key means the biases of q, k and v, in others also that of the output.
+    if config.attentions().any(|attention| attention.o_bias) && !has_bias(file, "attn_output") {
+        json.insert("attention_bias".to_owned(), false.into());
+        config = composed(&json)?;
+    }
     check(&keys, &config, &json).during(whole)?;
     keys.refuse_unread()?;
     Ok(Described { config, json })
@@ -73,7 +81,6 @@ fn family(keys: &ArchKeys<'_>) -> Result<&'static Architecture> {
 /// The settings of config.json.
 fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
     let (file, facts) = (keys.file, &family.gguf);
-    let has = |name: &str| file.tensor(name).is_some();
     let table = file.tensor("token_embd.weight").filter(|table| table.shape.len() == 2);
     let table =
         table.ok_or_else(|| file.refused("its tensor `token_embd.weight` is missing or no matrix"))?;
@@ -93,7 +100,6 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
         Activation::GeluTanh => "gelu_pytorch_tanh",
         other => return Err(file.refused(format!("the activation of its architecture is {other:?}"))),
     };
-    let bias = |module: &str| has(&format!("blk.0.{module}.bias"));
     let mut json = Map::new();
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     set("architectures", json!([class_name(model_type)]));
@@ -113,7 +119,7 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     if let Some(eps) = keys.float("attention.layer_norm_rms_epsilon")? {
         set("rms_norm_eps", eps.into());
     }
-    set("tie_word_embeddings", (!has("output.weight")).into());
+    set("tie_word_embeddings", file.tensor("output.weight").is_none().into());
     for (key, module) in [
         ("attention_bias", "attn_q"),
         ("qkv_bias", "attn_q"),
@@ -121,7 +127,7 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
         ("mlp_bias", "ffn_up"),
         ("use_bias", "attn_q"),
     ] {
-        set(key, bias(module).into());
+        set(key, has_bias(file, module).into());
     }
     if let Some(width) = keys.size("feed_forward_length")? {
         set(family.intermediate_size, width.into());
@@ -131,6 +137,11 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     json.extend(windows(keys, family, layers)?);
     json.extend(rope::settings(keys, facts, head_dim, layers)?);
     Ok(json)
+}
+
+/// Returns whether the modules of this name have biases.
+fn has_bias(file: &GgufFile, module: &str) -> bool {
+    file.tensor(&format!("blk.0.{module}.bias")).is_some()
 }
 
 /// The class of a `model_type` in transformers.
