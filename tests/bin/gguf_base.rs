@@ -41,7 +41,23 @@ fn losses(place: &Place, output: &str) -> Vec<f64> {
 
 #[test]
 fn inspect_describes_the_model_in_the_file() {
-    assert_snapshot!(place("tiny-gguf-q4_0").said(&["inspect", "model.gguf"]), @"");
+    assert_snapshot!(place("tiny-gguf-q4_0").said(&["inspect", "model.gguf"]), @"
+    architecture  LlamaForCausalLM
+    model_type    llama
+    parameters    103K in 21 tensors, 96.2 KiB
+      F16         20.5K in 1 tensor, 40.0 KiB
+      F32         320 in 5 tensors, 1.25 KiB
+      q4_0        61.4K in 14 tensors, 33.8 KiB
+      q8_0        20.5K in 1 tensor, 21.2 KiB
+    tensors by group
+      embedding   20.5K in 1 tensor, 21.2 KiB
+      attention   24.6K in 8 tensors, 13.5 KiB
+      mlp         36.9K in 6 tensors, 20.2 KiB
+      norm        320 in 5 tensors, 1.25 KiB
+      head        20.5K in 1 tensor, 40.0 KiB
+    files
+      model.gguf  96.2 KiB
+    ");
 }
 
 /// The plain folder that export writes has the same losses: with LoRA, over NF4, on ranks with shards,
@@ -109,7 +125,7 @@ fn a_folder_with_one_file_is_a_model() {
     let said = place.said(&lora(&["--dry-run"]));
     assert!(said.contains("memory of a step: "), "{said}");
     std::fs::copy(place.path("model/model.gguf"), place.path("model/other.gguf")).unwrap();
-    assert_snapshot!(place.refused(&lora(&[])), @"");
+    assert_snapshot!(place.refused(&run("model", "lora", "other", &[])), @"");
 }
 
 /// Each gets one error, and nothing is written.
@@ -129,8 +145,17 @@ fn files_that_are_no_models() {
         bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
         bytes
     };
-    assert_snapshot!(refused(&whole[..whole.len() - 100]), @"");
-    assert_snapshot!(refused(&replaced("blk.1.ffn_up.weight", "blk.1.ffn_xx.weight")), @"");
-    assert_snapshot!(refused(&replaced("llama.context_length", "llama.context_lengtx")), @"");
-    assert_snapshot!(refused(&replaced("gpt-2", "gpt-9")), @"");
+    assert_snapshot!(refused(&whole[..whole.len() - 100]), @"
+    error: cannot read weights [DIR]/model.gguf
+      caused by: it is truncated: tensor `output.weight` has 40960 bytes from byte 57600 of the data on; the file has 106876 in all
+    hint: download or save the file again
+    ");
+    let changes = [
+        ("blk.1.ffn_up.weight", "blk.1.ffn_xx.weight"),
+        ("llama.context_length", "llama.context_lengtx"),
+        ("llama.vocab_size", "llama.vocab_sixe"),
+        ("gpt-2", "gpt-9"),
+    ];
+    let all: Vec<String> = changes.iter().map(|(from, to)| refused(&replaced(from, to))).collect();
+    assert_snapshot!(all.join("\n"), @"");
 }

@@ -229,6 +229,12 @@ impl ModelFiles {
         &self.place
     }
 
+    /// Returns the path that names the model: its folder, or its GGUF file.
+    pub fn source(&self) -> &Path {
+        let first = self.shards.first().map(|shard| &*shard.path);
+        first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
+    }
+
     /// Returns whether a model.safetensors.index.json lists the files.
     pub fn is_indexed(&self) -> bool {
         self.indexed

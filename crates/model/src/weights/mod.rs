@@ -58,7 +58,9 @@ pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
 pub use write::{Metadata, TensorSink, WriteEntry, Written, split, write_file, write_sharded, write_text};
-pub(crate) use write::{miswritten, write_file_with, write_index, write_index_of, write_shards};
+pub(crate) use write::{
+    miswritten, shard_names, split_groups, write_file_with, write_index, write_index_of, write_shards,
+};
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";

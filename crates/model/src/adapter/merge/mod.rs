@@ -33,6 +33,8 @@ use crate::weights::{self, AtomicDir, ModelFiles, StoredDtype, TensorSink, Write
 
 /// Elements (or bytes, if only copied) of a tensor in memory at once, or one row if it is longer.
 const BLOCK: usize = 1 << 22;
+/// Maximum size of a file of weights, if the base has none to copy from: that of transformers.
+const SHARD_BYTES: u64 = 5_000_000_000;
 
 /// The values to which an adapter is added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -103,7 +105,7 @@ pub fn merge(
         changes,
     )?;
     let record = MergeRecord {
-        base: base.folder().display().to_string(),
+        base: base.source().display().to_string(),
         base_values: words(options.base),
         adapter: adapter.folder().display().to_string(),
         adapter_blake3: digest,
@@ -153,6 +155,13 @@ impl MergeOutput<'_> {
     }
 }
 
+/// Distributes the tensors of all files over files of a Hugging Face folder.
+fn in_shards<'a>(files: Vec<(String, Vec<MergeOutput<'a>>)>) -> Vec<(String, Vec<MergeOutput<'a>>)> {
+    let all = files.into_iter().flat_map(|(_, outs)| outs).map(|out| vec![out]);
+    let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
+    weights::shard_names(shards.len()).into_iter().zip(shards).collect()
+}
+
 /// The files of the merged model with their tensors in order.
 struct MergePlan<'a> {
     base: &'a ModelFiles,
@@ -186,6 +195,10 @@ impl<'a> MergePlan<'a> {
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
             plan.files.push((file, outs));
+        }
+        // The files of a GGUF model are no examples for those of a folder.
+        if base.source() != base.folder() {
+            plan.files = in_shards(plan.files);
         }
         Ok(plan)
     }
@@ -254,7 +267,7 @@ impl<'a> MergePlan<'a> {
                 }
             })?);
         }
-        if self.base.is_indexed() {
+        if self.base.is_indexed() || self.files.len() > 1 {
             let places = self.files.iter();
             let map = places.flat_map(|(name, outs)| outs.iter().map(move |out| (&out.entry, name.as_str())));
             files.push(weights::write_index(folder, map)?);
