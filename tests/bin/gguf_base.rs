@@ -125,7 +125,11 @@ fn a_folder_with_one_file_is_a_model() {
     let said = place.said(&lora(&["--dry-run"]));
     assert!(said.contains("memory of a step: "), "{said}");
     std::fs::copy(place.path("model/model.gguf"), place.path("model/other.gguf")).unwrap();
-    assert_snapshot!(place.refused(&run("model", "lora", "other", &[])), @"");
+    assert_snapshot!(place.refused(&run("model", "lora", "other", &[])), @"
+    error: [DIR]/model holds several GGUF models
+      caused by: found model.gguf, other.gguf
+    hint: give one of them: `--model [DIR]/model/model.gguf`
+    ");
 }
 
 /// Each gets one error, and nothing is written.
@@ -157,5 +161,17 @@ fn files_that_are_no_models() {
         ("gpt-2", "gpt-9"),
     ];
     let all: Vec<String> = changes.iter().map(|(from, to)| refused(&replaced(from, to))).collect();
-    assert_snapshot!(all.join("\n"), @"");
+    let (first, rest) = all.split_at(3);
+    assert_snapshot!(first.join(""), @"
+    error: cannot use the model of [DIR]/model.gguf
+      caused by: its tensor `blk.1.ffn_up.weight` is missing
+    hint: give the Hugging Face model that the GGUF file was made from
+    error: cannot use the model of [DIR]/model.gguf
+      caused by: its key `llama.context_length` is missing
+    hint: give the Hugging Face model that the GGUF file was made from
+    error: cannot use the model of [DIR]/model.gguf
+      caused by: finetune does not know its key `llama.vocab_sixe`, which is 320
+    hint: give the Hugging Face model that the GGUF file was made from
+    ");
+    assert!(rest[0].contains("`tokenizer.ggml.pre` is \"gpt-9\"; accepted: gpt-2, smollm, "), "{}", rest[0]);
 }

@@ -4,8 +4,8 @@
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
 //! does not depend on the model's size. `tensors` has names and value changes, `metadata` and
 //! `rope` the keys of a `description`, `vocabulary` the tokenizer, `types` the type of each
-//! tensor, `lora` adapters. `base` reads a file as a model to train on. All facts are from llama.cpp's sources, at the version in
-//! llama-cpp-python 0.3.36.
+//! tensor, `lora` adapters. `base` reads a file as a model to train on. All facts are from
+//! llama.cpp's sources, at the version in llama-cpp-python 0.3.36.
 
 mod base;
 mod blocks;

@@ -84,6 +84,8 @@ impl GgufFile {
 
     /// Returns the error for a model that finetune cannot use.
     pub(crate) fn refused(&self, cause: impl Into<String>) -> Error {
-        Error::user(format!("cannot use the model of {}", self.path().display())).because(cause.into())
+        Error::user(format!("cannot use the model of {}", self.path().display()))
+            .because(cause.into())
+            .hint("give the Hugging Face model that the GGUF file was made from")
     }
 }

@@ -29,11 +29,11 @@ const MAX_DIMS: u32 = 4;
 pub(crate) enum GgufValue {
     /// A whole number of any width.
     Integer(i64),
-    /// A number.
+    /// A number in f32.
     Float(f32),
-    /// True or false.
+    /// A truth value, true or false.
     Bool(bool),
-    /// A text.
+    /// A text in UTF-8.
     Text(String),
     /// A list of values of one type.
     List(Vec<GgufValue>),

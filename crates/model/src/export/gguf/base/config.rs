@@ -93,6 +93,13 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
         return Err(file.refused(format!("{cause}; accepted: equal widths")));
     }
     let layers = keys.required("block_count")?;
+    let tensors = file.tensors().count();
+    if layers > tensors {
+        return Err(file.refused(format!(
+            "its key `{}.block_count` is {layers}, and it has {tensors} tensors",
+            keys.arch
+        )));
+    }
     keys.size("vocab_size")?;
     let model_type = family.model_types.first().copied().unwrap_or_default();
     let act = match facts.activation {

@@ -107,10 +107,7 @@ impl<'a> ArchKeys<'a> {
         let unread = self.file.keys().find(|key| key.starts_with(&start) && !read.contains(*key));
         unread.map_or(Ok(()), |key| {
             let value = self.file.key(key).map(shown).unwrap_or_default();
-            Err(self
-                .file
-                .refused(format!("finetune does not know its key `{key}`, which is {value}"))
-                .hint("give the Hugging Face model that the GGUF file was made from"))
+            Err(self.file.refused(format!("finetune does not know its key `{key}`, which is {value}")))
         })
     }
 }
