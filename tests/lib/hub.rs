@@ -672,6 +672,17 @@ fn a_gated_sibling_says_so() {
     assert!(world.refused("meta/L").contains("model `meta/L-hf` is gated"));
 }
 
+/// Its file holds what config.json and the tokenizer of other models do.
+#[test]
+fn one_gguf_file_is_a_model() {
+    let repo = RepoDouble::model("ada/one").file("README.md", "").lfs("m.gguf", "gguf");
+    let mut world = World::new(vec![repo]);
+    let found = world.model("ada/one").unwrap();
+    assert_eq!(std::fs::read(found.folder.join("m.gguf")).unwrap(), b"gguf");
+    world.options.offline = true;
+    assert_eq!(world.model("ada/one").unwrap().folder, found.folder);
+}
+
 #[test]
 fn weights_that_are_no_safetensors() {
     let world = World::new(vec![
