@@ -47,7 +47,7 @@ pub enum VocabularyKind {
 /// The vocabulary in the metadata of a GGUF file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GgufVocabulary {
-    /// Its kind.
+    /// The kind of its tokens.
     pub kind: VocabularyKind,
     /// The tokens by id.
     pub tokens: Vec<String>,

@@ -32,7 +32,7 @@ pub enum BlockType {
 }
 
 impl BlockType {
-    /// Every type.
+    /// Every type that finetune reads.
     pub const ALL: [BlockType; 16] = {
         use BlockType::*;
         [F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2K, Q3K, Q4K, Q5K, Q6K, IQ4NL, IQ4XS, MXFP4]

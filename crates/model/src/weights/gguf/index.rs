@@ -31,7 +31,7 @@ pub(crate) struct GgufParameter {
     /// The expert, if a tensor holds those of all experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) expert: Option<usize>,
-    /// Its shape.
+    /// Its shape in the model.
     pub(crate) shape: Vec<usize>,
     /// The number of heads whose halves are interleaved in the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]

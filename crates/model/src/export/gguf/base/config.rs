@@ -92,14 +92,7 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
         let cause = format!("its heads have keys of {head_dim} and values of {value_length} columns");
         return Err(file.refused(format!("{cause}; accepted: equal widths")));
     }
-    let layers = keys.required("block_count")?;
-    let tensors = file.tensors().count();
-    if layers > tensors {
-        return Err(file.refused(format!(
-            "its key `{}.block_count` is {layers}, and it has {tensors} tensors",
-            keys.arch
-        )));
-    }
+    let layers = block_count(keys)?;
     keys.size("vocab_size")?;
     let model_type = family.model_types.first().copied().unwrap_or_default();
     let act = match facts.activation {
@@ -144,6 +137,16 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     json.extend(windows(keys, family, layers)?);
     json.extend(rope::settings(keys, facts, head_dim, layers)?);
     Ok(json)
+}
+
+/// Returns the number of blocks, each of which has tensors.
+fn block_count(keys: &ArchKeys<'_>) -> Result<usize> {
+    let (layers, tensors) = (keys.required("block_count")?, keys.file.tensors().count());
+    if layers > tensors {
+        let cause = format!("its key `{}.block_count` is {layers}, and it has {tensors} tensors", keys.arch);
+        return Err(keys.file.refused(cause));
+    }
+    Ok(layers)
 }
 
 /// Returns whether the modules of this name have biases.
