@@ -195,7 +195,9 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
             4.0 * width * seen
         }
         // Widths of keys and of values differ.
-        TokenMixer::Latent(latent) => 2.0 * (latent.attended_widths() * config.heads.num_heads) as f64 * row / 2.0,
+        TokenMixer::Latent(latent) => {
+            2.0 * (latent.attended_widths() * config.heads.num_heads) as f64 * row / 2.0
+        }
         TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
     })
 }

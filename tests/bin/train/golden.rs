@@ -116,6 +116,9 @@ fn experts_follow_transformers_and_peft() {
 fn latent_attention_follows_transformers_and_peft() {
     follows("lora_deepseek-v3");
     follows("full_deepseek-v3");
+    follows("full_glm4-moe");
+    follows("lora_glm4-moe-lite");
+    follows("full_mistral4");
 }
 
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.

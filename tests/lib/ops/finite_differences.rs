@@ -11,8 +11,8 @@ use finetune::ops::cross_entropy::{
     score_targets,
 };
 use finetune::ops::experts::{
-    ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
-    scale_rows_backward,
+    ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward, combine_rows,
+    scale_rows, scale_rows_backward,
 };
 use finetune::ops::gated_delta::{
     DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward,

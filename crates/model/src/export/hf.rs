@@ -14,8 +14,8 @@ use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written, output_dtype, split, write_index_of,
-    write_sharded, write_shards,
+    AtomicDir, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written, output_dtype, split,
+    write_index_of, write_sharded, write_shards,
 };
 
 /// The shard size of transformers, in bytes.

@@ -6,7 +6,8 @@ use candle_core::DType;
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
-    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
+    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights,
+    TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};

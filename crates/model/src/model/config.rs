@@ -2,7 +2,8 @@
 //! `families` reads it from config.json.
 
 use super::composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
+    TokenMixer,
 };
 use super::families::Architecture;
 use super::rope::Rope;

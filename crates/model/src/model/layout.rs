@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, PlainMlp, QkNormWidth, ResidualPlan,
-    SharedExpert, TokenMixer,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, PlainMlp, QkNormWidth,
+    ResidualPlan, SharedExpert, TokenMixer,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 

@@ -91,7 +91,11 @@ fn token_mixer_text(mixer: &TokenMixer) -> String {
         TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
         TokenMixer::Attention(_) => ATTENTION.to_owned(),
         TokenMixer::Latent(LatentMixer { plain, rotated, norm, .. }) => {
-            format!("latent attention, {rotated} of {} columns rotate, epsilon {:?}", plain + rotated, norm.eps)
+            format!(
+                "latent attention, {rotated} of {} columns rotate, epsilon {:?}",
+                plain + rotated,
+                norm.eps
+            )
         }
         TokenMixer::GatedDelta(delta) => {
             let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;

@@ -188,8 +188,7 @@ impl LatentColumns {
         if dim == value {
             return Ok(out.clone());
         }
-        let columns: Vec<_> =
-            (0..self.heads.num_heads).map(|head| head * dim..head * dim + value).collect();
+        let columns: Vec<_> = (0..self.heads.num_heads).map(|head| head * dim..head * dim + value).collect();
         columns_of(out, &columns)
     }
 

@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
-use super::latent::{LatentSaved, LatentWeights};
 use super::gated_delta::{DeltaState, GatedDeltaSaved, GatedDeltaWeights};
+use super::latent::{LatentSaved, LatentWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;

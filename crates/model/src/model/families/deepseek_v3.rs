@@ -24,15 +24,17 @@ pub(super) static DEEPSEEK_V3: Architecture = Architecture {
 
 /// The defaults of DeepSeek-V3 in transformers.
 const ROUTER: RouterDefaults =
-    RouterDefaults { chosen: 8, factor: 2.5, groups: [8, 4], dense_layers: 3 };
+    RouterDefaults { chosen: 8, scores: RouterScores::Sigmoid, factor: 2.5, groups: [8, 4], dense_layers: 3 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    compose_latent(keys, sizes, &ROUTER, 1e-6)
+    compose_of(keys, sizes, &ROUTER, 1e-6)
 }
 
 /// A family's defaults for its experts.
 pub(super) struct RouterDefaults {
     pub(super) chosen: usize,
+    /// Sigmoids have a bias for the choice.
+    pub(super) scores: RouterScores,
     pub(super) factor: f64,
     /// The groups, and those of a token.
     pub(super) groups: [usize; 2],
@@ -41,29 +43,46 @@ pub(super) struct RouterDefaults {
 }
 
 /// Composes a model of latent attention and experts; `eps` is the default of the norms' epsilon.
-pub(super) fn compose_latent(
+pub(super) fn compose_of(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
     defaults: &RouterDefaults,
     eps: f64,
 ) -> Result<Composition> {
-    let rotated = keys.size("qk_rope_head_dim", MOST_HEADS)?;
-    if !rotated.is_multiple_of(2) {
-        return Err(refused("qk_rope_head_dim", rotated, "an even number"));
-    }
-    let context = RopeContext { head_dim: rotated, ..parts::rope_context(keys, sizes, 1e4)? };
-    let interleaved = keys.bool_or("rope_interleave", true)?;
-    let rope = Rope { interleaved, ..parts::rope(keys, &context)? };
-    let mixer = latent_mixer(keys, sizes, rotated)?;
+    let scaling = parts::rope_scaling(keys)?;
+    let head_dim = keys.size("qk_rope_head_dim", MOST_HEADS)?;
+    let context = RopeContext { head_dim, ..parts::rope_context(keys, sizes, 1e4)? };
+    let rope = Rope::read(scaling.as_ref(), &context)?;
+    let mixer = latent_mixer(keys, sizes, scaling.as_ref())?;
     let blocks = blocks(keys, sizes, mixer.into(), defaults)?;
+    let rope = latent_rope(keys, rope)?;
     parts::with_eps(keys, parts::llama_like(keys, blocks, rope)?, eps)
 }
 
-fn latent_mixer(keys: &ConfigReader<'_>, sizes: &ModelSizes, rotated: usize) -> Result<LatentMixer> {
-    let plain = keys.size("qk_nope_head_dim", MOST_HEADS)?;
+/// Returns the rope with the pairs of latent attention.
+pub(super) fn latent_rope(keys: &ConfigReader<'_>, rope: Rope) -> Result<Rope> {
+    let (rotated, found) = (keys.size("qk_rope_head_dim", MOST_HEADS)?, 2 * rope.inv_freq.len());
+    if found != rotated {
+        return Err(refused(
+            "qk_rope_head_dim",
+            rotated,
+            &format!("{found}, the columns that the rope rotates"),
+        ));
+    }
+    Ok(Rope { interleaved: keys.bool_or("rope_interleave", true)?, ..rope })
+}
+
+/// Reads latent attention with the rope's settings `scaling`.
+pub(super) fn latent_mixer(
+    keys: &ConfigReader<'_>,
+    sizes: &ModelSizes,
+    scaling: Option<&ConfigReader<'_>>,
+) -> Result<LatentMixer> {
+    let [plain, rotated] =
+        [keys.size("qk_nope_head_dim", MOST_HEADS)?, keys.size("qk_rope_head_dim", MOST_HEADS)?];
     let width = (plain + rotated) as f64;
     let mut scale = 1.0 / width.sqrt();
-    if let Some(scaling) = parts::rope_scaling(keys)? {
+    if let Some(scaling) = scaling {
         let kind = scaling.opt_str("rope_type")?.or(scaling.opt_str("type")?).unwrap_or("default");
         let all = scaling.f64_or("mscale_all_dim", 0.0)?;
         let factor = scaling.f64_or("factor", 1.0)?;
@@ -103,7 +122,9 @@ pub(super) fn blocks(
 }
 
 fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts> {
-    for (key, accepted) in [("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")] {
+    let is_sigmoid = defaults.scores == RouterScores::Sigmoid;
+    let scores = if is_sigmoid { "sigmoid" } else { "softmax" };
+    for (key, accepted) in [("topk_method", "noaux_tc"), ("scoring_func", scores)] {
         if let Some(found) = keys.opt_str(key)?.filter(|found| *found != accepted) {
             return Err(refused(key, format!("\"{found}\""), accepted));
         }
@@ -121,7 +142,8 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
     }
     let of_token = keys.opt_size("topk_group", groups)?.unwrap_or(defaults.groups[1].min(groups));
     if of_token * (count / groups) < chosen {
-        let accepted = format!("enough groups of {} experts for num_experts_per_tok {chosen}", count / groups);
+        let accepted =
+            format!("enough groups of {} experts for num_experts_per_tok {chosen}", count / groups);
         return Err(refused("topk_group", of_token, &accepted));
     }
     let factor = keys.f64_or("routed_scaling_factor", defaults.factor)?;
@@ -137,12 +159,12 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
         count,
         router: Router {
             chosen,
-            scores: RouterScores::Sigmoid,
+            scores: defaults.scores,
             renormalize: keys.bool_or("norm_topk_prob", true)?,
             groups: (of_token < groups).then_some(ExpertGroups { count: groups, chosen: of_token }),
             factor: factor as f32,
         },
-        has_bias: true,
+        has_bias: is_sigmoid,
         width,
         activation: parts::activation(keys)?,
         aux_coefficient: 0.0,

@@ -8,6 +8,7 @@ use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
+use crate::ops::experts::RouterScores;
 
 pub(super) static GLM4_MOE: Architecture = Architecture {
     module_name: deepseek_v3::module_name,
@@ -15,7 +16,8 @@ pub(super) static GLM4_MOE: Architecture = Architecture {
     ..parts::architecture("glm4_moe", &["glm4_moe"], compose)
 };
 
-const ROUTER: RouterDefaults = RouterDefaults { chosen: 8, factor: 1.0, groups: [1, 1], dense_layers: 1 };
+const ROUTER: RouterDefaults =
+    RouterDefaults { chosen: 8, scores: RouterScores::Sigmoid, factor: 1.0, groups: [1, 1], dense_layers: 1 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let qk_norm = keys.bool_or("use_qk_norm", false)?.then_some(QkNormWidth::Head);

@@ -7,6 +7,7 @@ use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::config_reader::ConfigReader;
+use crate::ops::experts::RouterScores;
 
 pub(super) static GLM4_MOE_LITE: Architecture = Architecture {
     has_latents: true,
@@ -15,8 +16,9 @@ pub(super) static GLM4_MOE_LITE: Architecture = Architecture {
     ..parts::architecture("glm4_moe_lite", &["glm4_moe_lite"], compose)
 };
 
-const ROUTER: RouterDefaults = RouterDefaults { chosen: 4, factor: 1.8, groups: [1, 1], dense_layers: 1 };
+const ROUTER: RouterDefaults =
+    RouterDefaults { chosen: 4, scores: RouterScores::Sigmoid, factor: 1.8, groups: [1, 1], dense_layers: 1 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    deepseek_v3::compose_latent(keys, sizes, &ROUTER, 1e-5)
+    deepseek_v3::compose_of(keys, sizes, &ROUTER, 1e-5)
 }

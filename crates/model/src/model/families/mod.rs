@@ -26,6 +26,7 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod mistral4;
 mod mixtral;
 mod nemotron;
 mod olmo2;
@@ -99,6 +100,7 @@ static FAMILIES: &[&Architecture] = &[
     &glm4_moe::GLM4_MOE,
     &deepseek_v3::DEEPSEEK_V3,
     &glm4_moe_lite::GLM4_MOE_LITE,
+    &mistral4::MISTRAL4,
 ];
 
 impl ModelConfig {

@@ -240,8 +240,7 @@ pub(super) fn layer_kinds(
     let kind = |name: &Value| {
         let found = kinds.iter().position(|kind| name.as_str() == Some(kind));
         found.ok_or_else(|| {
-            Error::user(format!("`{key}` names {name}"))
-                .because(format!("accepted: {}", kinds.join(", ")))
+            Error::user(format!("`{key}` names {name}")).because(format!("accepted: {}", kinds.join(", ")))
         })
     };
     named.iter().map(kind).collect()

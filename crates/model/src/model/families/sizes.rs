@@ -1,7 +1,7 @@
 //! The sizes of a model and their limits.
 
-use crate::error::{Error, Result};
 use super::architecture::Architecture;
+use crate::error::{Error, Result};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::attention::Heads;
 

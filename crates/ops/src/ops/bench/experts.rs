@@ -7,8 +7,8 @@ use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward, combine_rows,
-    scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward,
+    combine_rows, scale_rows, scale_rows_backward,
 };
 
 const EXPERTS: usize = 128;

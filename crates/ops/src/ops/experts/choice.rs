@@ -220,7 +220,8 @@ pub(crate) fn reference(logits: &Tensor, bias: Option<&Tensor>, router: Router) 
             let (sorted, _) = by_group.sort_last_dim(false)?;
             let of_groups = sorted.narrow(2, 0, (experts / count).min(2))?.sum(2)?;
             let best = of_groups.arg_sort_last_dim(false)?.narrow(1, 0, chosen)?.contiguous()?;
-            let kept = of_groups.zeros_like()?.scatter_add(&best, &best.ones_like()?.to_dtype(DType::F32)?, 1)?;
+            let kept =
+                of_groups.zeros_like()?.scatter_add(&best, &best.ones_like()?.to_dtype(DType::F32)?, 1)?;
             // 0 for the best groups, else minus infinity.
             let mask = kept.log()?.unsqueeze(2)?;
             by_group.broadcast_add(&mask)?.reshape((rows, experts))?
