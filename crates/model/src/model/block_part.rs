@@ -64,7 +64,8 @@ pub enum BlockPart {
     DeltaNorm,
     /// Latent attention's projection to the latent of queries.
     LatentQ,
-    /// Latent attention's projection to the latent of keys and values, and the rotated part of keys.
+    /// Latent attention's projection to the latent of keys and values, and to the rotated part of
+    /// keys.
     LatentKv,
     /// Latent attention's projection from the latent to queries.
     LatentQUp,

@@ -46,7 +46,7 @@ pub struct LatentWeights {
 pub struct LatentUp {
     /// The gain of the norm, `[rank]`.
     pub norm: Param,
-    /// The projection.
+    /// The projection from the latent.
     pub up: MergedLinear,
 }
 
@@ -134,10 +134,13 @@ impl LatentColumns {
     fn assembled(&self, first: &Tensor, q: Option<&Tensor>, kv: &Tensor) -> Result<Tensor> {
         let LatentMixer { plain, rotated, value, .. } = self.mixer;
         let (count, dim) = (self.heads.num_heads, self.heads.head_dim);
-        let own_q = columns_of(first, &[0..if q.is_some() { 0 } else { self.q }])?;
+        let own_q = match q {
+            Some(q) => q.clone(),
+            None => columns_of(first, std::slice::from_ref(&(0..self.q)))?,
+        };
         let shared = columns_of(first, &[self.shared_key()])?;
         let zeros = Tensor::zeros((first.dim(0)?, dim), first.dtype(), first.device())?;
-        let all = Tensor::cat(&[q.unwrap_or(&own_q), kv, &shared, &zeros], 1)?;
+        let all = Tensor::cat(&[&own_q, kv, &shared, &zeros], 1)?;
         let (kv_start, shared_start) = (self.q, self.q + self.kv);
         let zeros = |len: usize| shared_start + rotated..shared_start + rotated + len;
         let query = |head: usize| {

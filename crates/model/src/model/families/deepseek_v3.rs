@@ -1,5 +1,5 @@
-//! DeepSeek-V3, R1 and Kimi K2: latent attention, and experts that a router of sigmoids chooses with
-//! a bias and in groups.
+//! DeepSeek-V3, R1 and Kimi K2: latent attention, and experts that a router of sigmoids chooses
+//! with a bias and in groups.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;

@@ -1,6 +1,5 @@
 //! The sizes of a model and their limits.
 
-use super::architecture::Architecture;
 use crate::error::{Error, Result};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::attention::Heads;
@@ -26,16 +25,12 @@ pub(in crate::model) struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Reads the sizes, with the defaults of `family`.
-    pub(super) fn read(keys: &ConfigReader<'_>, family: &Architecture) -> Result<Self> {
+    /// Reads the sizes; `head_dim` is the family's default. Latent attention has other keys.
+    pub(super) fn read(keys: &ConfigReader<'_>, head_dim: Option<usize>, has_latents: bool) -> Result<Self> {
         let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
         Ok(ModelSizes {
             hidden_size,
-            heads: if family.has_latents {
-                latent_heads(keys)?
-            } else {
-                heads(keys, hidden_size, family.head_dim)?
-            },
+            heads: if has_latents { latent_heads(keys)? } else { heads(keys, hidden_size, head_dim)? },
             num_layers: keys.size("num_hidden_layers", MOST_LAYERS)?,
             max_position_embeddings: keys
                 .opt_size("max_position_embeddings", MOST_POSITIONS)?
