@@ -54,6 +54,7 @@ pub use stack::{Stack, StackPart, StackParts};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
 pub(crate) use tensor_names::NameRules;
+pub use tensor_names::output_dtype;
 pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };

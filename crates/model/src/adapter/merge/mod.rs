@@ -191,7 +191,7 @@ impl<'a> MergePlan<'a> {
             let mut outs = Vec::with_capacity(names.len() + 1);
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
-                let dtype = base.require(stored)?.dtype.stored_as(options.dtype);
+                let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
             plan.files.push((file, outs));

@@ -19,6 +19,8 @@ pub struct Architecture {
     pub model_types: &'static [&'static str],
     /// Default of `head_dim`; `None`: `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
+    /// True if attention is latent: other keys give the widths of heads.
+    pub(super) has_latents: bool,
     /// Default of `tie_word_embeddings`.
     pub(super) ties_embeddings: bool,
     /// The key of the inner width of its MLPs.
