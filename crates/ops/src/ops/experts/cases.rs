@@ -38,8 +38,8 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Returns a router over `groups` groups, of which as few as possible are chosen; without groups if
-/// they do not divide the experts.
+/// Returns a router over `groups` groups, of which the mean of the fewest possible and all are
+/// chosen; without groups if they do not divide the experts.
 pub(in crate::ops) fn router(
     ExpertSizes { experts, chosen, .. }: ExpertSizes,
     renormalize: bool,
@@ -47,7 +47,9 @@ pub(in crate::ops) fn router(
     groups: usize,
 ) -> Router {
     let fits = groups > 0 && experts.is_multiple_of(groups);
-    let groups = fits.then(|| ExpertGroups { count: groups, chosen: chosen.div_ceil(experts / groups) });
+    let of_token = |fewest: usize| (fewest + groups) / 2;
+    let groups =
+        fits.then(|| ExpertGroups { count: groups, chosen: of_token(chosen.div_ceil(experts / groups)) });
     let scores = if is_sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax };
     Router { chosen, scores, renormalize, groups, factor: if is_sigmoid { 2.0 } else { 1.0 } }
 }
