@@ -34,7 +34,7 @@ fn file_of(path: &Path) -> Result<Option<PathBuf>> {
     }
     let has = |name: &str| path.join(name).exists();
     let Ok(entries) = path.read_dir() else { return Ok(None) };
-    if has(MODEL_FILE) || has(INDEX_FILE) || has(GGUF_INDEX) {
+    if has(MODEL_FILE) || has(INDEX_FILE) || has(GGUF_INDEX) || has("adapter_config.json") {
         return Ok(None);
     }
     let mut names: Vec<String> =

@@ -59,6 +59,9 @@ pub struct GgufVocabulary {
     pub adds_bos: bool,
     /// True if the EOS token follows a text.
     pub adds_eos: bool,
+    /// Whether special tokens, except for the begin, the end of a text and the unknown one, strip
+    /// the white space after them.
+    pub strips_right: bool,
     /// The chat template, or a list of several, as in tokenizer_config.json.
     pub template: Option<Value>,
 }
@@ -165,9 +168,10 @@ impl GgufVocabulary {
         let entry = |(id, text, kind): (usize, &str, TokenType)| {
             let content = if is_pieces { piece_text(text, kind) } else { text.to_owned() };
             let special = kind == TokenType::Control;
+            let keeps = ["<unk>", "<s>", "<|endoftext|>"].contains(&content.as_str());
             let token = json!({
-                "content": content, "lstrip": false, "normalized": false, "rstrip": false,
-                "single_word": false, "special": special
+                "content": content, "lstrip": false, "normalized": false,
+                "rstrip": self.strips_right && special && !keeps, "single_word": false, "special": special
             });
             (id.to_string(), token)
         };
@@ -262,6 +266,7 @@ mod tests {
             special: BTreeMap::from([("bos_token", 0)]),
             adds_bos: true,
             adds_eos: false,
+            strips_right: false,
             template: Some("{{ messages }}".into()),
         }
     }

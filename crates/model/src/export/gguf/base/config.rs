@@ -335,6 +335,15 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
             _ => {}
         }
     }
+    for own in ["rope.scaling.factor", "rope.scaling.attn_factor"] {
+        let key = format!("{start}{own}");
+        let is_computed = described.metadata.entries().iter().any(|(computed, _)| *computed == key);
+        if let Some(found) = keys.float(own)?.filter(|found| !is_computed && ![0.0, 1.0].contains(found)) {
+            return Err(keys.file.refused(format!(
+                "its key `{key}` is {found}; finetune computes such a model without this key"
+            )));
+        }
+    }
     Ok(())
 }
 

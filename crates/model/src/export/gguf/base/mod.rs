@@ -30,7 +30,7 @@ pub fn describe_base(path: &Path, folder: &Path) -> Result<()> {
     let file = GgufFile::open(path)?;
     let Described { config, mut json } = config::read(&file)?;
     let index = parameters::index(&file, &config)?;
-    let TokenizerParts { files: tokenizer, generation } = tokenizer::read(&file, &json)?;
+    let TokenizerParts { files: tokenizer, generation } = tokenizer::read(&file, &json, config.family)?;
     for key in ["bos_token_id", "eos_token_id"] {
         json.extend(generation.get(key).map(|id| (key.to_owned(), id.clone())));
     }

@@ -78,6 +78,16 @@ impl RopeKeys<'_> {
         let factor = keys.float("rope.scaling.factor")?;
         let original = keys.size("rope.scaling.original_context_length")?;
         let attention = keys.float("rope.scaling.attn_factor")?;
+        let has = |name: &str| file.tensor(name).is_some();
+        let (has_long, is_plain) = (has(LONG), matches!(named, None | Some("none")));
+        if has_long != has(SHORT) || (has(LLAMA3) && (has_long || !is_plain)) {
+            let names = [LLAMA3, LONG, SHORT].into_iter().filter(|name| has(name));
+            return Err(file.refused(format!(
+                "its tensors {} do not fit together, or not its key `{}.rope.scaling.type`, {named:?}",
+                names.collect::<Vec<_>>().join(", "),
+                keys.arch
+            )));
+        }
         let mut json = Map::new();
         let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
         let mut set_common = |factor: Option<f64>, original: Option<usize>| {

@@ -8,6 +8,7 @@ use super::super::pretokenizer;
 use super::keys::shown;
 use crate::data::{GgufTokenizer, GgufVocabulary, VocabularyKind};
 use crate::error::Result;
+use crate::model::Architecture;
 use crate::weights::{GgufFile, GgufValue};
 
 /// The files of a tokenizer.
@@ -16,11 +17,15 @@ pub(super) struct TokenizerParts {
     pub(super) generation: Map<String, Value>,
 }
 
-/// Reads the tokenizer; `config` is the config.json of the model.
+/// Reads the tokenizer of a model of `family`; `config` is its config.json.
 ///
 /// # Errors
 /// User: a key is missing, or the tokenizer is of a kind that finetune does not have.
-pub(super) fn read(file: &GgufFile, config: &Map<String, Value>) -> Result<TokenizerParts> {
+pub(super) fn read(
+    file: &GgufFile,
+    config: &Map<String, Value>,
+    family: &Architecture,
+) -> Result<TokenizerParts> {
     let keys = TokenizerKeys(file);
     let kind = match keys.text("model") {
         Some("gpt2") => {
@@ -65,12 +70,21 @@ pub(super) fn read(file: &GgufFile, config: &Map<String, Value>) -> Result<Token
         special,
         adds_bos: keys.flag("add_bos_token").unwrap_or(always_begins),
         adds_eos: keys.flag("add_eos_token").unwrap_or(false),
+        strips_right: strips_right(file, family),
         template: template(file),
     };
     let files = vocabulary
         .files(config)
         .map_err(|cause| file.refused(format!("its tokenizer cannot be a tokenizer.json: {cause}")))?;
     Ok(TokenizerParts { files, generation })
+}
+
+/// Returns whether special tokens strip the white space after them: by the model's name, as in
+/// llama.cpp.
+fn strips_right(file: &GgufFile, family: &Architecture) -> bool {
+    let Some(GgufValue::Text(name)) = file.key("general.name") else { return false };
+    let name = name.to_lowercase();
+    family.gguf.stripping_names.iter().any(|part| name.contains(part))
 }
 
 /// The settings of generation: the ids that end one.
