@@ -59,7 +59,7 @@ pub struct GgufVocabulary {
     pub adds_bos: bool,
     /// True if the EOS token follows a text.
     pub adds_eos: bool,
-    /// Whether special tokens, except for the begin, the end of a text and the unknown one, strip
+    /// True if special tokens, except for the begin, the end of a text and the unknown one, strip
     /// the white space after them.
     pub strips_right: bool,
     /// The chat template, or a list of several, as in tokenizer_config.json.
