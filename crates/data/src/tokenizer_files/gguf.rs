@@ -250,7 +250,9 @@ mod tests {
 
     fn vocabulary(merges: &[&str]) -> GgufVocabulary {
         let words = WordRules {
-            pre_tokenizer: json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": true}),
+            pre_tokenizer: json!({
+                "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true
+            }),
             normalizer: Value::Null,
             ignores_merges: false,
             adds_bos: false,

@@ -175,7 +175,11 @@ fn class_name(model_type: &str) -> String {
             letter => name.push(letter),
         }
     }
-    let name = if name == "Smollm3" { "SmolLM3".to_owned() } else { name };
+    let name = match name.as_str() {
+        "Smollm3" => "SmolLM3",
+        "Granitemoehybrid" => "GraniteMoeHybrid",
+        regular => regular,
+    };
     format!("{name}ForCausalLM")
 }
 
