@@ -85,9 +85,13 @@ pub(super) fn latent_mixer(
     if let Some(scaling) = scaling {
         let kind = scaling.opt_str("rope_type")?.or(scaling.opt_str("type")?).unwrap_or("default");
         let all = scaling.f64_or("mscale_all_dim", 0.0)?;
-        let factor = scaling.f64_or("factor", 1.0)?;
-        if kind != "default" && all != 0.0 && factor > 1.0 {
-            scale *= (0.1 * all * factor.ln() + 1.0).powi(2);
+        if kind != "default" && all != 0.0 {
+            let factor = scaling.opt_f64("factor")?;
+            let factor = factor
+                .ok_or_else(|| refused("factor", "missing", "a number, which `mscale_all_dim` scales"))?;
+            if factor > 1.0 {
+                scale *= (0.1 * all * factor.ln() + 1.0).powi(2);
+            }
         }
     }
     Ok(LatentMixer {
