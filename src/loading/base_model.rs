@@ -32,7 +32,7 @@ use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
+use crate::weights::{DigestTask, KeptTensors, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -233,6 +233,11 @@ impl BaseModel {
         let mut files = ModelFiles::open(folder)?;
         model::unstack_experts(&self.config, &mut files)?;
         Ok(files)
+    }
+
+    /// Returns the tensors that a written model keeps from the files.
+    pub(crate) fn kept(&self) -> KeptTensors {
+        self.files.as_ref().map(|files| files.kept().clone()).unwrap_or_default()
     }
 
     /// Returns the stacks in which a trained model has the experts of its blocks, by the name of
