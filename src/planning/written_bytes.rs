@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::optim::OptimizerOptions;
 use crate::parallel::ParamDesc;
 use crate::recipe::{Dtype, MasterWeights, Recipe};
-use crate::weights::StoredDtype;
+use crate::weights::{StoredDtype, output_dtype};
 
 /// The stored dtypes of a run's trained tensors.
 pub(crate) struct StoredAs {
@@ -21,8 +21,8 @@ pub(crate) struct StoredAs {
 impl StoredAs {
     /// Returns the stored dtype of the tensor `name`.
     pub(crate) fn dtype(&self, name: &str) -> StoredDtype {
-        let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
-        self.given_to_all().unwrap_or_else(own)
+        let own = self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+        output_dtype(name, own, self.given)
     }
 
     /// Returns the dtype of all tensors if the recipe sets one.

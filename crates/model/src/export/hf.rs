@@ -14,8 +14,8 @@ use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, KeptTensors, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written, split,
-    write_index_of, write_sharded, write_shards,
+    AtomicDir, KeptTensors, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written,
+    output_dtype, split, write_index_of, write_sharded, write_shards,
 };
 
 /// The shard size of transformers, in bytes.
@@ -125,7 +125,7 @@ impl ExportParts {
 pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64) -> Result<u64> {
     let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
         name: name.into(),
-        dtype: info.dtype.stored_as(dtype),
+        dtype: output_dtype(name, info.dtype, dtype),
         shape: info.shape.clone(),
         stack: info.stack.clone(),
     };

@@ -94,7 +94,8 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
             .iter()
             .any(|start| name.starts_with(start))
     });
-    files.write_whole(quantized == 0);
+    // A GGUF file holds the text part alone.
+    files.write_whole(quantized == 0 && files.source() == files.folder());
     let written = match (quantized, files.kept().count()) {
         (0, 0) => String::new(),
         (0, _) => format!("; written models keep its other tensors as they are: {}", files.kept().describe()),

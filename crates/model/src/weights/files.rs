@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::clip;
+use super::no_weights::no_weights;
 use super::quantized::QuantizedTensor;
 use super::readers::ModelReader;
 use super::shard::{RangeReader, Shard};
@@ -19,7 +20,7 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{
     INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement,
-    TensorInfo, header, index, packed, sidecar_files, tensor_names,
+    TensorInfo, gguf, header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -102,11 +103,11 @@ impl ModelFiles {
         let shards = &self.shards;
         let reader = ModelReader::of(config.as_ref())
             .during(|| format!("cannot read a model from {}", place.display()))?;
-        self.parts = reader.recognise(&mut self.tensors, &|info| {
+        let found = reader.recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
         let mut packed: BTreeMap<&str, usize> = BTreeMap::new();
-        for parts in self.parts.values().filter(|parts| parts.is_packed()) {
+        for parts in found.values().filter(|parts| parts.is_packed()) {
             *packed.entry(parts.name()).or_default() += 1;
         }
         for (format, count) in packed {
@@ -114,6 +115,7 @@ impl ModelFiles {
             let note = format!("finetune dequantizes {count} stored as {format} while it reads the model");
             self.notes.push(note);
         }
+        self.parts.extend(found);
         Ok(self)
     }
 
@@ -128,6 +130,9 @@ impl ModelFiles {
             return Ok(files);
         }
         let index_path = folder.join(INDEX_FILE);
+        if !exists(&index_path)? && exists(&folder.join(gguf::GGUF_INDEX))? {
+            return gguf::open(folder);
+        }
         if !exists(&index_path)? {
             return Err(no_weights(folder));
         }
@@ -186,6 +191,17 @@ impl ModelFiles {
         Ok(files)
     }
 
+    /// Creates the list of the tensors in GGUF files.
+    pub(super) fn of_gguf(
+        place: &Path,
+        shards: Vec<Shard>,
+        tensors: BTreeMap<String, TensorInfo>,
+        parts: BTreeMap<String, StoredParts>,
+        notes: Vec<String>,
+    ) -> Self {
+        Self { shards, tensors, parts, notes, ..Self::empty(place) }
+    }
+
     fn empty(place: &Path) -> Self {
         Self { place: place.into(), ..Self::default() }
     }
@@ -214,6 +230,12 @@ impl ModelFiles {
     /// Returns the folder of the files.
     pub fn folder(&self) -> &Path {
         &self.place
+    }
+
+    /// Returns the path that names the model: its folder, or its GGUF file.
+    pub fn source(&self) -> &Path {
+        let first = self.shards.first().map(|shard| &*shard.path);
+        first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
     }
 
     /// Returns whether a model.safetensors.index.json lists the files.
@@ -393,7 +415,7 @@ impl ModelFiles {
     pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
         match self.parts.get(name)? {
             StoredParts::Quantized(parts) => Some(parts.format),
-            StoredParts::Packed(_) => None,
+            StoredParts::Packed(_) | StoredParts::Blocks(_) => None,
         }
     }
 
@@ -510,6 +532,10 @@ impl ModelFiles {
             packed::read(&tensor, start, out);
             return self.shards[info.shard].check_length();
         }
+        if let Some(StoredParts::Blocks(parts)) = self.parts.get(name) {
+            parts.read(start, out, |place| self.stored(name, place.shard, &place.range))?;
+            return self.shards[info.shard].check_length();
+        }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
         let bytes = self.stored(name, info.shard, &(first..first + out.len() * size))?;
@@ -565,55 +591,4 @@ impl ModelFiles {
 fn incomplete(folder: &Path, cause: String) -> Error {
     let failed = Error::user(format!("cannot read weights in {}", folder.display()));
     failed.because(cause).hint("download the whole model again")
-}
-
-/// Returns the error for a `folder` without safetensors weights, by its other contents.
-fn no_weights(folder: &Path) -> Error {
-    let failed = Error::user(format!("cannot read a model from {}", folder.display()));
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) => {
-            return Error::io("read a model from", folder, &error).hint(
-                "give a folder that holds config.json and the weights, or a hub id such as `org/name`",
-            );
-        }
-    };
-    let mut names: Vec<String> =
-        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
-    let with = |extensions: &[&str]| {
-        let found = |name: &&String| {
-            let extension = Path::new(name.as_str()).extension();
-            extension.is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
-        };
-        names.iter().filter(found).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
-    };
-    let pickles = with(&["bin", "pth", "pt", "ckpt", "pkl"]);
-    let ggufs = with(&["gguf"]);
-    let shown = folder.display();
-    if names.iter().any(|name| name == "adapter_config.json") {
-        failed
-            .because("it holds a PEFT adapter, not a model")
-            .hint(format!(
-                "give the base model, and the adapter as `--adapter {shown}` (in training `--set adapter.path={shown}`)"
-            ))
-    } else if !pickles.is_empty() {
-        failed
-            .because(format!(
-                "its weights are pickle files ({pickles}), which can run code when opened; accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
-            ))
-            .hint(format!(
-                "convert it once with Python: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{shown}').save_pretrained('{shown}-safetensors')\""
-            ))
-    } else if !ggufs.is_empty() {
-        failed
-            .because(format!(
-                "its weights are GGUF ({ggufs}); accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
-            ))
-            .hint("give the Hugging Face model that the GGUF file was made from")
-    } else {
-        failed
-            .because(format!("it has neither {MODEL_FILE} nor {INDEX_FILE}"))
-            .hint("give a folder that holds config.json and the weights, or a hub id such as `org/name`")
-    }
 }

@@ -9,6 +9,9 @@
 
 use std::collections::BTreeMap;
 
+use super::StoredDtype;
+use crate::recipe::enums::Dtype;
+
 /// Parts that wrappers insert into names: torch.compile; DDP, DeepSpeed and FSDP; activation
 /// checkpointing; Lightning.
 const WRAPPERS: [&str; 6] = [
@@ -43,6 +46,16 @@ const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 
 /// The head, which is beside the text model.
 const HEAD: &str = "lm_head";
+
+/// The end of the names of the biases that routers add to scores. No optimizer updates them, and
+/// outputs keep their dtype.
+const ROUTER_BIAS: &str = ".e_score_correction_bias";
+
+/// Returns the dtype in which an output has the tensor `name`, stored as `stored`, if `dtype` is
+/// asked for.
+pub fn output_dtype(name: &str, stored: StoredDtype, dtype: Dtype) -> StoredDtype {
+    if name.ends_with(ROUTER_BIAS) { stored } else { stored.stored_as(dtype) }
+}
 
 /// The names of one file, or of the files of one model.
 #[derive(Debug, Default)]

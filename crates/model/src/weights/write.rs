@@ -223,7 +223,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<Written> {
 }
 
 /// Returns the names of a model's files, as in transformers.
-pub(super) fn shard_names(shards: usize) -> Vec<String> {
+pub(crate) fn shard_names(shards: usize) -> Vec<String> {
     match shards {
         1 => vec![MODEL_FILE.into()],
         n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
@@ -241,7 +241,7 @@ pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
 }
 
 /// Works like [`split`] for groups that stay whole.
-pub(super) fn split_groups<T>(
+pub(crate) fn split_groups<T>(
     groups: impl IntoIterator<Item = Vec<T>>,
     bytes: impl Fn(&T) -> u64,
     shard_bytes: u64,

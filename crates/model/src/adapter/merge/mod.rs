@@ -33,6 +33,8 @@ use crate::weights::{self, AtomicDir, ModelFiles, StoredDtype, TensorSink, Write
 
 /// Elements (or bytes, if only copied) of a tensor in memory at once, or one row if it is longer.
 const BLOCK: usize = 1 << 22;
+/// Maximum size of a file of weights, if the base has none to copy from: that of transformers.
+const SHARD_BYTES: u64 = 5_000_000_000;
 
 /// The values to which an adapter is added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -105,7 +107,7 @@ pub fn merge(
         changes,
     )?;
     let record = MergeRecord {
-        base: base.folder().display().to_string(),
+        base: base.source().display().to_string(),
         base_values: words(options.base),
         adapter: adapter.folder().display().to_string(),
         adapter_blake3: digest,
@@ -164,6 +166,14 @@ struct MergeFile<'a> {
     kept: Vec<WriteEntry>,
 }
 
+/// Distributes the tensors of all files over files of a Hugging Face folder.
+fn in_shards(files: Vec<MergeFile<'_>>) -> Vec<MergeFile<'_>> {
+    let all = files.into_iter().flat_map(|file| file.outs).map(|out| vec![out]);
+    let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
+    let named = weights::shard_names(shards.len()).into_iter().zip(shards);
+    named.map(|(name, outs)| MergeFile { name, outs, kept: Vec::new() }).collect()
+}
+
 /// The files of the merged model.
 struct MergePlan<'a> {
     base: &'a ModelFiles,
@@ -197,10 +207,14 @@ impl<'a> MergePlan<'a> {
             let mut outs = Vec::with_capacity(names.len() + 1);
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
-                let dtype = base.require(stored)?.dtype.stored_as(options.dtype);
+                let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
             plan.files.push(MergeFile { name: file, outs, kept });
+        }
+        // The files of a GGUF model are no examples for those of a folder.
+        if base.source() != base.folder() {
+            plan.files = in_shards(plan.files);
         }
         Ok(plan)
     }
@@ -275,7 +289,7 @@ impl<'a> MergePlan<'a> {
                 }
             })?);
         }
-        if self.base.is_indexed() {
+        if self.base.is_indexed() || self.files.len() > 1 {
             let places = self.files.iter();
             let map = places.flat_map(|file| {
                 let entries = file.outs.iter().map(|out| &out.entry).chain(&file.kept);
