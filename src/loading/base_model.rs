@@ -57,6 +57,9 @@ pub struct BaseModel {
     has_weights: bool,
     /// True if the head is a separate table, although config.json ties it to the embedding.
     pub(crate) head_apart: bool,
+    /// The tensors of the model that a written model keeps. The files of a checkpoint, which replace
+    /// `files` in a resumed run, do not have them.
+    pub(crate) kept: KeptTensors,
 }
 
 /// The properties of a device that determine the layout of a run.
@@ -214,6 +217,7 @@ impl BaseModel {
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
             head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
+            kept: files.as_ref().map(|files| files.kept().clone()).unwrap_or_default(),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
             found,
             config,
@@ -233,11 +237,6 @@ impl BaseModel {
         let mut files = ModelFiles::open(folder)?;
         model::unstack_experts(&self.config, &mut files)?;
         Ok(files)
-    }
-
-    /// Returns the tensors that a written model keeps from the files.
-    pub(crate) fn kept(&self) -> KeptTensors {
-        self.files.as_ref().map(|files| files.kept().clone()).unwrap_or_default()
     }
 
     /// Returns the stacks in which a trained model has the experts of its blocks, by the name of

@@ -38,7 +38,7 @@ pub(crate) fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let given = plan.recipe.checkpoint.output_dtype;
     let stored = match plan.adapter_setup {
         Some(_) => StoredAs { given, dtypes: Default::default(), kept: 0 },
-        None => StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: plan.base.kept().bytes() },
+        None => StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: plan.base.kept.bytes() },
     };
     Ok(WrittenBytes::of(&descs, &plan.recipe, &stored))
 }

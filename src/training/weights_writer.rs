@@ -33,7 +33,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     let tokenizer = plan.base.result_tokenizer(&plan.rows);
     let Some(adapter_setup) = &plan.adapter_setup else {
         // Checkpoints hold the parameters alone, under the names of finetune.
-        let kept = if exact { KeptTensors::default() } else { plan.base.kept() };
+        let kept = if exact { KeptTensors::default() } else { plan.base.kept.clone() };
         let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: kept.bytes() };
         let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {

@@ -72,7 +72,7 @@ impl SizingRequest<'_> {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
         let base = self.inputs.base;
         let dtypes = if has_adapter { Default::default() } else { base.stored_dtypes() };
-        let kept = if has_adapter { 0 } else { base.kept().bytes() };
+        let kept = if has_adapter { 0 } else { base.kept.bytes() };
         let given = recipe.checkpoint.output_dtype;
         WrittenBytes::of(&step.descs, recipe, &StoredAs { given, dtypes, kept })
     }

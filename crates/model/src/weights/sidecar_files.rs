@@ -277,14 +277,17 @@ const FURTHER_LAYERS: [&str; 2] = ["mtp_num_hidden_layers", "num_nextn_predict_l
 const DTYPES: [&str; 2] = ["torch_dtype", "dtype"];
 
 /// Applies `changes` to the settings of a whole image-text model and of its text part.
-fn changed_whole(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
+fn changed_whole(mut config: Map<String, Value>, mut changes: ConfigChanges) -> Map<String, Value> {
+    let has_dtype = |keys: &Map<String, Value>| DTYPES.iter().any(|key| keys.contains_key(*key));
+    let whole_has_dtype = has_dtype(&config);
     let tokens = text_part(&config).and_then(|(text, _)| text.get("vocab_size").cloned());
     if let Some(Value::Object(text)) = config.get_mut("text_config") {
-        let has_dtype = DTYPES.iter().any(|key| text.contains_key(*key));
         if changes.vocab_size.is_some_and(|wanted| tokens != Some(wanted.into())) {
             text.entry("vocab_size").or_insert(Value::Null);
         }
-        let of_text = ConfigChanges { dtype: changes.dtype.filter(|_| has_dtype), ..changes.clone() };
+        let dtype = changes.dtype.filter(|_| has_dtype(text));
+        let of_text = ConfigChanges { dtype, ..changes.clone() };
+        changes.dtype = changes.dtype.filter(|_| whole_has_dtype || dtype.is_none());
         *text = changed(std::mem::take(text), of_text);
     }
     changed(config, changes)
@@ -343,6 +346,19 @@ mod tests {
         );
         assert_eq!(change(r#"{"dtype":"float16"}"#, bf16()), r#"{"dtype":"bfloat16"}"#);
         assert_eq!(change("{}", bf16()), r#"{"torch_dtype":"bfloat16"}"#);
+    }
+
+    #[test]
+    fn the_dtype_of_a_whole_model_goes_where_it_was() {
+        let bf16 = || ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
+        for (before, after) in [
+            (r#"{"text_config":{"dtype":"float32"}}"#, r#"{"text_config":{"dtype":"bfloat16"}}"#),
+            (r#"{"text_config":{"a":1},"dtype":"float32"}"#, r#"{"text_config":{"a":1},"dtype":"bfloat16"}"#),
+            (r#"{"text_config":{}}"#, r#"{"text_config":{},"torch_dtype":"bfloat16"}"#),
+        ] {
+            let config = serde_json::from_str(before).expect("an object");
+            assert_eq!(Value::Object(changed_whole(config, bf16())).to_string(), after);
+        }
     }
 
     #[test]
