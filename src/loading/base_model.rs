@@ -57,8 +57,8 @@ pub struct BaseModel {
     has_weights: bool,
     /// True if the head is a separate table, although config.json ties it to the embedding.
     pub(crate) head_apart: bool,
-    /// The tensors of the model that a written model keeps. The files of a checkpoint, which replace
-    /// `files` in a resumed run, do not have them.
+    /// The tensors of the model that a written model keeps. In a resumed run, `files` are those of
+    /// a checkpoint, which does not have them.
     pub(crate) kept: KeptTensors,
 }
 

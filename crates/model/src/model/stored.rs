@@ -42,8 +42,9 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
 /// ignored (blocks beyond `num_hidden_layers`, scales of a quantized key-value cache and biases of
 /// zeros beside packed weights). Blocks that predict further tokens, and the other parts of an
-/// image-text model, are set apart: written models keep them. Stacks of experts become a tensor for each expert. A head that differs
-/// from the embedding stays, though config.json ties the two. The notes of `files` record both.
+/// image-text model, are set apart: written models keep them. Stacks of experts become a tensor for
+/// each expert. A head that differs from the embedding stays, though config.json ties the two. The
+/// notes of `files` record all of these.
 ///
 /// # Errors
 /// User: a table or a bias cannot be read, or a stack of experts is not of this model.

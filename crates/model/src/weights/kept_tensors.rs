@@ -1,8 +1,8 @@
 //! The tensors of a checkpoint that finetune does not use: towers for images and audio, and blocks
 //! that predict further tokens.
 //!
-//! Models that finetune writes keep them byte for byte. If the checkpoint is of an image-text model,
-//! its text tensors also keep their names of the files.
+//! Models that finetune writes keep them byte for byte. If the checkpoint is of an image-text
+//! model, its text tensors also keep their names of the files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -50,7 +50,8 @@ impl KeptTensors {
         self.tensors.keys().any(|name| is_further(name))
     }
 
-    /// Returns their number, bytes and parts of the model, such as "2 tensors (96 B: vision_tower)".
+    /// Returns their number, bytes and parts of the model, such as "2 tensors (96 B:
+    /// vision_tower)".
     pub fn describe(&self) -> String {
         let towers: BTreeSet<String> = self.tensors.keys().map(|name| tower(name)).collect();
         let towers: Vec<String> = towers.into_iter().collect();
