@@ -14,6 +14,8 @@ pub(crate) struct StoredAs {
     pub(crate) given: Dtype,
     /// The dtype of each tensor if the recipe says "auto"; missing names: f32, as for adapters.
     pub(crate) dtypes: BTreeMap<String, StoredDtype>,
+    /// Bytes of the tensors that the result keeps from the base.
+    pub(crate) kept: u64,
 }
 
 impl StoredAs {
@@ -39,7 +41,7 @@ impl StoredAs {
 pub(crate) struct WrittenBytes {
     /// A checkpoint: the trained tensors in the dtype of their update, and the optimizer's state.
     pub(crate) checkpoint: u64,
-    /// The trained tensors in the final output.
+    /// The trained tensors in the final output, and those that it keeps from the base.
     pub(crate) result: u64,
 }
 
@@ -49,7 +51,7 @@ impl WrittenBytes {
     pub(crate) fn of(descs: &[ParamDesc], recipe: &Recipe, stored: &StoredAs) -> Self {
         let layout = OptimizerOptions::from(&recipe.optimizer).state_layout();
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
-        let mut saved = WrittenBytes { checkpoint: 0, result: 0 };
+        let mut saved = WrittenBytes { checkpoint: 0, result: stored.kept };
         for desc in descs.iter().filter(|desc| desc.kind.trains()) {
             let elements = desc.global_elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;

@@ -65,7 +65,9 @@ pub(super) enum ModelMismatch {
 
 /// Returns the small files of a model: all but the weights.
 pub(super) fn texts(names: &[String]) -> Vec<&str> {
-    let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name, names);
+    let wanted = |name: &str| {
+        TEXTS.contains(&name) || tokenizer_names::PROCESSOR_FILES.contains(&name) || is_tokenizer(name, names)
+    };
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 

@@ -19,8 +19,8 @@ use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement, TensorInfo, gguf,
-    header, index, packed, sidecar_files, tensor_names,
+    INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement,
+    TensorInfo, gguf, header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -45,6 +45,8 @@ pub struct ModelFiles {
     indexed: bool,
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
+    /// The tensors that written models keep.
+    kept: KeptTensors,
     /// A warning about renamed tensors.
     renamed: Option<String>,
     /// Warnings about tensors that are unused, or used in another way than config.json describes.
@@ -88,7 +90,8 @@ impl ModelFiles {
         self.renamed = tensor_names::note(&renamed);
         for (old, new) in renamed {
             if let Some(info) = self.tensors.remove(&old) {
-                self.tensors.insert(new, info);
+                self.tensors.insert(new.clone(), info);
+                self.kept.stored_names.insert(new, old);
             }
         }
         Ok(self)
@@ -300,6 +303,35 @@ impl ModelFiles {
         self.tensors.retain(|name, _| !unused(name));
         self.parts.retain(|name, _| !unused(name));
         before - self.tensors.len()
+    }
+
+    /// Moves the tensors whose names are `other` from the list to those that written models keep.
+    /// Quantized ones are removed. Returns the numbers of both.
+    pub(crate) fn set_apart(&mut self, other: impl Fn(&str) -> bool) -> [usize; 2] {
+        let names: Vec<String> = self.names().filter(|name| other(name)).map(str::to_owned).collect();
+        let (before, count) = (self.kept.count(), names.len());
+        for name in names {
+            let info = self.tensors.remove(&name);
+            if self.parts.remove(&name).is_none() {
+                let stored = self.kept.stored_names.get(&name).unwrap_or(&name).clone();
+                self.kept.tensors.extend(info.map(|info| (stored, info)));
+            }
+        }
+        let kept = self.kept.count() - before;
+        [kept, count - kept]
+    }
+
+    /// Makes written models the whole image-text model, or only its text part.
+    pub(crate) fn write_whole(&mut self, whole: bool) {
+        self.kept.whole = whole;
+        if !whole {
+            self.kept.tensors.clear();
+        }
+    }
+
+    /// Returns the tensors that written models keep.
+    pub fn kept(&self) -> &KeptTensors {
+        &self.kept
     }
 
     /// Replaces the tensor of `stack` by its parts. Does nothing if no tensor has its name.

@@ -129,6 +129,14 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
     is_text.then_some(rest)
 }
 
+/// Returns the part of a model that a tensor belongs to: its name up to the first part that is no
+/// container.
+pub(super) fn tower(name: &str) -> String {
+    let all: Vec<&str> = name.split('.').collect();
+    let contained = all.iter().take_while(|part| CONTAINERS.contains(part)).count();
+    all[..all.len().min(contained + 1)].join(".")
+}
+
 /// Returns a warning about changed names: `renamed` has new names by the old ones.
 pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
     let (old, new) = renamed.first_key_value()?;

@@ -346,6 +346,9 @@ fn stored<'a>(entries: &[&'a WriteEntry]) -> Result<Vec<HeaderEntry<'a>>> {
         let Some(stack) = &first.stack else {
             return Ok(HeaderEntry { name: &first.name, dtype: first.dtype, shape: &first.shape, bytes });
         };
+        if stack.shape.is_empty() {
+            return Ok(HeaderEntry { name: &stack.name, dtype: first.dtype, shape: &first.shape, bytes });
+        }
         let whole = WriteEntry { shape: stack.shape.clone(), ..first.clone() }.bytes();
         if whole != bytes {
             return Err(Error::internal(format!("cannot write tensor `{}`", stack.name))

@@ -96,7 +96,9 @@ pub fn merge(
     let folder = AtomicDir::create(output)?;
     let mut files = plan.write(folder.path())?;
     let entries: Vec<WriteEntry> = plan.outs().map(|out| out.entry.clone()).collect();
-    let changes = ConfigChanges::for_weights(&entries).untied(plan.untied || base.head_is_apart());
+    let changes = ConfigChanges::for_weights(&entries)
+        .untied(plan.untied || base.head_is_apart())
+        .with_kept(base.kept());
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
@@ -155,18 +157,28 @@ impl MergeOutput<'_> {
     }
 }
 
-/// Distributes the tensors of all files over files of a Hugging Face folder.
-fn in_shards<'a>(files: Vec<(String, Vec<MergeOutput<'a>>)>) -> Vec<(String, Vec<MergeOutput<'a>>)> {
-    let all = files.into_iter().flat_map(|(_, outs)| outs).map(|out| vec![out]);
-    let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
-    weights::shard_names(shards.len()).into_iter().zip(shards).collect()
+/// A file of the merged model.
+struct MergeFile<'a> {
+    name: String,
+    /// Its tensors, in order.
+    outs: Vec<MergeOutput<'a>>,
+    /// Further tensors, which stay as the base has them.
+    kept: Vec<WriteEntry>,
 }
 
-/// The files of the merged model with their tensors in order.
+/// Distributes the tensors of all files over files of a Hugging Face folder.
+fn in_shards(files: Vec<MergeFile<'_>>) -> Vec<MergeFile<'_>> {
+    let all = files.into_iter().flat_map(|file| file.outs).map(|out| vec![out]);
+    let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
+    let named = weights::shard_names(shards.len()).into_iter().zip(shards);
+    named.map(|(name, outs)| MergeFile { name, outs, kept: Vec::new() }).collect()
+}
+
+/// The files of the merged model.
 struct MergePlan<'a> {
     base: &'a ModelFiles,
     adapter: &'a SavedAdapter,
-    files: Vec<(String, Vec<MergeOutput<'a>>)>,
+    files: Vec<MergeFile<'a>>,
     untied: bool,
 }
 
@@ -185,7 +197,11 @@ impl<'a> MergePlan<'a> {
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
         // A file of which all tensors are skipped is not written.
-        for (path, names) in base.files().filter(|(_, names)| !names.is_empty()) {
+        for (path, names) in base.files() {
+            let kept = base.kept().entries_of(path);
+            if names.is_empty() && kept.is_empty() {
+                continue;
+            }
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
             let mut outs = Vec::with_capacity(names.len() + 1);
@@ -194,7 +210,7 @@ impl<'a> MergePlan<'a> {
                 let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
-            plan.files.push((file, outs));
+            plan.files.push(MergeFile { name: file, outs, kept });
         }
         // The files of a GGUF model are no examples for those of a folder.
         if base.source() != base.folder() {
@@ -216,7 +232,12 @@ impl<'a> MergePlan<'a> {
         let info = self.base.require(stored)?;
         let shape = module.map_or(&info.shape, |module| &module.shape).clone();
         let mut out = MergeOutput {
-            entry: WriteEntry { name: name.into(), dtype, shape, stack: info.stack.clone() },
+            entry: self.base.kept().named_as_stored(WriteEntry {
+                name: name.into(),
+                dtype,
+                shape,
+                stack: info.stack.clone(),
+            }),
             source: ValueSource::Base(stored),
             format: None,
             rows: None,
@@ -250,26 +271,30 @@ impl<'a> MergePlan<'a> {
     }
 
     fn outs(&self) -> impl Iterator<Item = &MergeOutput<'a>> {
-        self.files.iter().flat_map(|(_, outs)| outs)
+        self.files.iter().flat_map(|file| &file.outs)
     }
 
     /// Writes the weights, and their index if the base has one.
     fn write(&self, folder: &Path) -> Result<Vec<Written>> {
         let mut files = Vec::with_capacity(self.files.len() + 1);
-        for (name, outs) in &self.files {
+        for MergeFile { name, outs, kept } in &self.files {
             let by_name: BTreeMap<&str, &MergeOutput<'_>> =
                 outs.iter().map(|out| (out.entry.name.as_str(), out)).collect();
-            let entries: Vec<WriteEntry> = outs.iter().map(|out| out.entry.clone()).collect();
+            let entries: Vec<WriteEntry> = outs.iter().map(|out| &out.entry).chain(kept).cloned().collect();
             files.push(weights::write_file(&folder.join(name), &entries, |entry, sink| {
                 match by_name.get(entry.name.as_str()) {
                     Some(out) => self.write_tensor(out, sink),
+                    None if self.base.kept().write(entry, sink)? => Ok(()),
                     None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
                 }
             })?);
         }
         if self.base.is_indexed() || self.files.len() > 1 {
             let places = self.files.iter();
-            let map = places.flat_map(|(name, outs)| outs.iter().map(move |out| (&out.entry, name.as_str())));
+            let map = places.flat_map(|file| {
+                let entries = file.outs.iter().map(|out| &out.entry).chain(&file.kept);
+                entries.map(|entry| (entry, file.name.as_str()))
+            });
             files.push(weights::write_index(folder, map)?);
         }
         Ok(files)
