@@ -114,8 +114,9 @@ fn longrope_needs_no_key() {
     let at = bytes.windows(key.len()).position(|found| found == key).unwrap();
     bytes[at..at + key.len()].copy_from_slice(b"general.source.license");
     std::fs::write(place.path("unnamed.gguf"), bytes).unwrap();
-    let [named, unnamed] = ["named.gguf", "unnamed.gguf"]
-        .map(|model| place.said(&["generate", "--model", model, "--prompt", "Hello", "--max-new-tokens", "8"]));
+    let [named, unnamed] = ["named.gguf", "unnamed.gguf"].map(|model| {
+        place.said(&["generate", "--model", model, "--prompt", "Hello", "--max-new-tokens", "8"])
+    });
     assert_eq!(named, unnamed);
 }
 
