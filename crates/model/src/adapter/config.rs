@@ -13,8 +13,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::expert_parameters::PARAMETERS;
-use super::targets::{EXPERTS, ends_with_name};
+use super::targets::{EXPERTS, PARAMETERS, ends_with_name};
 use super::{ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::input_file;
 use crate::error::{Error, ErrorContext as _, Result};
@@ -197,8 +196,8 @@ impl AdapterConfig {
         unknown.map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
     }
 
-    /// Names the modules of experts instead of the tensors of all experts, with the ranks and scales
-    /// of `targets`.
+    /// Names the modules of experts instead of the tensors of all experts, with the ranks and
+    /// scales of `targets`.
     pub(super) fn name_experts(&mut self, targets: &[Target], modules: &[Module]) {
         self.target_parameters.clear();
         let spec = &mut self.spec;

@@ -13,19 +13,16 @@
 
 use std::collections::BTreeMap;
 
-use super::targets::{EXPERTS, ends_with_name, targets_of};
+use super::targets::{EXPERTS, PARAMETERS, ends_with_name, targets_of};
 use super::tensors::{PREFIX, WEIGHTS_FILE, without_adapter};
 use super::{AdapterConfig, CONFIG_FILE, Target, TensorKind};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{ModelFiles, NameRules, TensorInfo};
 
-/// The tensors of a layer that can have such an adapter, in the order in which PEFT wraps them.
-pub(super) const PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
-
 /// The end of the name of a wrapped module of experts.
 const WRAPPED: &str = ".base_layer";
 
-/// Names of the modules of one expert that a parameter holds, and their share of its rows, in order.
+/// Names of the modules of one expert that a parameter holds, in the order of its rows.
 const LEAVES: [(&str, &[&[&str]]); 2] = [
     (PARAMETERS[0], &[&["gate_proj", "up_proj"], &["w1", "w3"], &["gate_up_proj"]]),
     (PARAMETERS[1], &[&["down_proj"], &["w2"]]),
