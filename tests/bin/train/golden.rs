@@ -109,6 +109,8 @@ fn experts_follow_transformers_and_peft() {
         follows(&format!("full_{family}"));
     }
     follows("full_granitemoe");
+    follows("lora_minimax-m2");
+    follows("full_minimax-m2");
 }
 
 /// Latent attention, and experts that sigmoids with a bias choose in groups.

@@ -31,7 +31,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     parts::with_eps(keys, composition, 1e-5)
 }
 
-fn module_name(part: BlockPart) -> &'static str {
+pub(super) fn module_name(part: BlockPart) -> &'static str {
     match part {
         BlockPart::Router => "block_sparse_moe.gate",
         BlockPart::ExpertGate(_) => "block_sparse_moe.experts.{}.w1",

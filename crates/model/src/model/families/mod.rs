@@ -23,6 +23,7 @@ mod granite;
 mod granitemoe;
 mod granitemoehybrid;
 mod llama;
+mod minimax_m2;
 mod ministral;
 mod ministral3;
 mod mistral;
@@ -101,6 +102,7 @@ static FAMILIES: &[&Architecture] = &[
     &deepseek_v3::DEEPSEEK_V3,
     &glm4_moe_lite::GLM4_MOE_LITE,
     &mistral4::MISTRAL4,
+    &minimax_m2::MINIMAX_M2,
 ];
 
 /// Returns all families.
