@@ -177,6 +177,13 @@ mod tests {
             let mistral = part(&json!({"model_type": "mistral3", "text_config": {"model_type": named}}));
             assert_eq!(mistral.unwrap_or_default()["model_type"], same);
         }
+        let gemma = part(&json!({"model_type": "gemma4_unified", "audio_config": {}, "vision_config": {},
+            "text_config": {"model_type": "gemma4_unified_text", "tie_word_embeddings": true}}));
+        let gemma = gemma.unwrap_or_default();
+        assert_eq!(
+            (&gemma["model_type"], &gemma["architectures"][0], &gemma["tie_word_embeddings"]),
+            (&json!("gemma4_unified_text"), &json!("Gemma4UnifiedForCausalLM"), &json!(true))
+        );
         let qwen =
             part(&json!({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"},
             "vision_config": {}, "tie_word_embeddings": true}));

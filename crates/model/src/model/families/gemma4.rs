@@ -175,3 +175,96 @@ fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes, heads: [Heads; 2]) -> Resu
     };
     KINDS.into_iter().zip(heads).map(rope).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, Value, json};
+
+    use crate::error::Result;
+    use crate::model::ModelConfig;
+
+    fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let plain = json!({ "model_type": "gemma4_text", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+            "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] });
+        let mut keys: Map<String, Value> = plain.as_object().cloned().unwrap_or_default();
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    /// The hub has the first notation, and transformers writes the second.
+    #[test]
+    fn both_notations_of_heads_are_equal() {
+        let shared = ("attention_k_eq_v", json!(true));
+        let hub = [shared.clone(), ("global_head_dim", json!(8)), ("num_global_key_value_heads", json!(1))];
+        let own = json!({ "1": { "head_dim": 8, "num_key_value_heads": 1 } });
+        let [hub, saved] = [&hub[..], &[shared, ("per_layer_config", own)]].map(|keys| config(keys));
+        let (hub, saved) = (hub.expect("a model"), saved.expect("a model"));
+        assert_eq!((&hub.blocks, &hub.ropes), (&saved.blocks, &saved.ropes));
+        let of_layer = |layer: usize| hub.blocks[layer].token_mixer.attention().expect("attention").heads;
+        assert_eq!((of_layer(0).head_dim, of_layer(0).num_kv_heads), (4, 2));
+        assert_eq!((of_layer(1).head_dim, of_layer(1).num_kv_heads), (8, 1));
+        // Without values of keys, full attention has as many heads as the other layers.
+        let count = ("num_global_key_value_heads", json!(1));
+        let plain = config(&[count]).expect("a model");
+        let heads = plain.blocks[1].token_mixer.attention().expect("attention").heads;
+        assert_eq!((heads.head_dim, heads.num_kv_heads), (512, 2));
+    }
+
+    /// A quarter of a head's pairs turns: the first ones, with the frequencies of a whole head.
+    #[test]
+    fn the_rope_of_full_attention_is_proportional() {
+        let ropes = config(&[("global_head_dim", json!(16))]).expect("a model").ropes;
+        let frequency = |pair: i32| 1e6f32.powf(-2.0 * pair as f32 / 16.0);
+        assert_eq!(ropes[0].inv_freq.len(), 8);
+        for (pair, found) in (0..).zip(&ropes[0].inv_freq) {
+            let expected = if pair < 2 { frequency(pair) } else { 0.0 };
+            assert!((found - expected).abs() <= 1e-6 * expected, "{pair}: {found}, expected {expected}");
+        }
+        assert_eq!(ropes[1].inv_freq.len(), 2);
+    }
+
+    #[test]
+    fn the_last_layer_attends_to_all_tokens() {
+        let kinds = json!(["sliding_attention", "sliding_attention"]);
+        let model = config(&[("layer_types", kinds)]).expect("a model");
+        let windows: Vec<Option<usize>> = model.attentions().map(|attention| attention.window).collect();
+        assert_eq!(windows, [Some(512), None]);
+        let vision = config(&[("use_bidirectional_attention", json!("vision"))]);
+        assert!(vision.is_ok(), "tokens of images alone see what follows them");
+    }
+
+    /// Each would train another model than config.json describes.
+    #[test]
+    fn what_is_not_computed_is_refused_by_key() {
+        let experts = [("enable_moe_block", json!(true)), ("num_experts", json!(4))];
+        let width = ("moe_intermediate_size", json!(8));
+        assert!(config(&[&experts[..], &[("top_k_experts", json!(2)), width.clone()]].concat()).is_ok());
+        for (key, value) in [
+            ("hidden_size_per_layer_input", json!(16)),
+            ("hidden_size_per_layer_input", Value::Null),
+            ("num_kv_shared_layers", json!(1)),
+            ("use_bidirectional_attention", json!("all")),
+            ("global_head_dim", json!(7)),
+            ("num_experts", json!(4)),
+            ("layer_types", json!(["linear_attention", "full_attention"])),
+            ("per_layer_config", json!({ "1": { "sliding_window": 8 } })),
+            ("per_layer_config", json!({ "2": { "head_dim": 8 } })),
+            ("per_layer_config", json!({ "1": { "num_key_value_heads": 3 } })),
+            ("rope_parameters", json!({ "full_attention": { "rope_theta": 1e6 } })),
+        ] {
+            let refused = config(&[(key, value.clone())]).expect_err("another model");
+            let is_named = refused.causes().iter().any(|cause| cause.contains(key) || cause.contains("head"));
+            assert!(is_named, "{key} {value}: {refused:?}");
+        }
+        for (key, value) in [("top_k_experts", json!(5)), ("top_k_experts", Value::Null)] {
+            let keys = [&experts[..], &[(key, value), width.clone()]].concat();
+            let refused = config(&keys).expect_err("another model");
+            assert!(refused.causes().iter().any(|cause| cause.contains(key)), "{refused:?}");
+        }
+        let own = json!({ "0": { "head_dim": 8 } });
+        let uneven =
+            [("layer_types", json!(["full_attention", "full_attention"])), ("per_layer_config", own)];
+        assert!(config(&uneven).is_err(), "layers of one kind with different heads");
+    }
+}
