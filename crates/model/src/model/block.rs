@@ -8,10 +8,11 @@
 //! In parallel residual plans both mixers read `x`: `y = h + channel_mixer(norm(x))`.
 //!
 //! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
-//! Granite has a factor on each mixer's output, and Gemma 4 a stored one on `y`. Each mixer has a file below `block/`.
-//! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
-//! outputs, which are elementwise, in the pass that computes the gradient of the norm's input. So
-//! the gradients of parameters that multiply a norm's output come last (`PendingGradients`).
+//! Granite has a factor on each mixer's output, and Gemma 4 a stored one on `y`. Each mixer has a
+//! file below `block/`. [`BlockSaved`] holds the tensors that are expensive to recompute. Backward
+//! recomputes norm outputs, which are elementwise, in the pass that computes the gradient of the
+//! norm's input. So the gradients of parameters that multiply a norm's output come last
+//! (`PendingGradients`).
 
 mod attention;
 mod channel_mixer;

@@ -152,8 +152,8 @@ impl BlockPart {
         self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
-    /// Returns true for a parameter of a recurrence or a router that is neither a matrix of a linear
-    /// layer nor a norm.
+    /// Returns true for a parameter of a recurrence or a router that is no norm and no matrix of a
+    /// linear layer.
     pub fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
         router || matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)

@@ -179,7 +179,7 @@ impl HiddenNorm {
     }
 }
 
-/// Softmax attention.
+/// Softmax attention with rotary positions over heads of one width.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionMixer {
     /// Head counts and width: those of [`ModelConfig::heads`](super::ModelConfig) in most layers.
@@ -269,7 +269,7 @@ pub enum QkNormWidth {
 /// The origin of the values of attention. Their norm is of each head, without a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Values {
-    /// A projection.
+    /// A projection of their own.
     Projected,
     /// The norm of a projection (Gemma 4).
     Normed,
@@ -329,9 +329,9 @@ pub struct Experts {
 /// add up. The router has a norm of its own, and a factor multiplies the weight of each expert.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MlpAndExperts {
-    /// The MLP.
+    /// The MLP that every token uses.
     pub mlp: GatedMlp,
-    /// The experts.
+    /// The experts beside it.
     pub experts: Experts,
 }
 

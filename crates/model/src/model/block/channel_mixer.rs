@@ -113,7 +113,8 @@ impl ChannelMixerWeights {
                 experts.backward(pass, saved, half)
             }
             (ChannelMixerWeights::MlpAndExperts(both), ChannelMixerSaved::MlpAndExperts(saved)) => {
-                both.backward(pass, saved, half)
+                let dinput = Some(both.backward(pass, saved, &half.dout)?);
+                Ok(MixerGradients { dinput, pending: PendingMixer::Done })
             }
             _ => Err(Error::internal("the saved tensors are of another channel mixer")),
         }

@@ -7,7 +7,8 @@
 //! The rows of an expert's tokens are copied side by side, so that each of its layers is one
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
 //! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order
-//! of the experts. Stored factors may multiply the weights (Gemma 4). Backward recomputes the gated products and the copies of the rows.
+//! of the experts. Stored factors may multiply the weights (Gemma 4). Backward recomputes the gated
+//! products and the copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -9,10 +9,9 @@
 
 use candle_core::{DType, Tensor};
 
-use super::channel_mixer::PendingMixer;
 use super::experts::{ExpertsInput, ExpertsSaved, ExpertsWeights};
 use super::gated_mlp::{GatedMlpSaved, GatedMlpWeights};
-use super::{HalfEnds, LayerPass, MixerBackward, MixerGradients, MixerNorms, around_mixer_backward};
+use super::{HalfEnds, LayerPass, MixerBackward, MixerNorms, around_mixer_backward};
 use crate::error::{Error, Result};
 use crate::model::composition::MlpAndExperts;
 use crate::model::{ModelConfig, Param};
@@ -24,7 +23,7 @@ use crate::runtime::TensorMut;
 /// The parameters of both, for one use.
 #[derive(Debug, Clone)]
 pub struct MlpAndExpertsWeights {
-    /// The MLP.
+    /// The MLP that every token uses.
     pub mlp: GatedMlpWeights,
     /// The norms around the MLP.
     pub mlp_norms: MixerNorms,
@@ -97,12 +96,12 @@ impl MlpAndExpertsWeights {
         &self,
         pass: LayerPass<'_>,
         saved: &MlpAndExpertsSaved,
-        MixerBackward { dout, .. }: MixerBackward,
-    ) -> Result<MixerGradients<'_>> {
+        dout: &Tensor,
+    ) -> Result<Tensor> {
         let (config, h) = (pass.config, &saved.h);
         let through_mlp = |half: MixerBackward| self.mlp.backward(pass, &saved.mlp, half);
         let ends = HalfEnds { x: h, out: Some(&saved.mlp_out) };
-        let dh = around_mixer_backward(&self.mlp_norms, config, ends, (&dout, None), true, through_mlp)?;
+        let dh = around_mixer_backward(&self.mlp_norms, config, ends, (dout, None), true, through_mlp)?;
         let mut of_router = None;
         let through_experts = |half: MixerBackward| {
             let (gradients, router) = self.experts.backward_apart(pass, &saved.experts, half)?;
@@ -110,7 +109,7 @@ impl MlpAndExpertsWeights {
             Ok(gradients)
         };
         let ends = HalfEnds { x: h, out: Some(&saved.experts_out) };
-        let around = (&dout, dh.as_ref());
+        let around = (dout, dh.as_ref());
         let dh = around_mixer_backward(&self.experts_norms, config, ends, around, true, through_experts)?;
         let no_gradient = || Error::internal("a router without the gradient of its input");
         let router = of_router.ok_or_else(no_gradient)?;
@@ -136,7 +135,7 @@ impl MlpAndExpertsWeights {
         if let (Some(grad), Some(dgain)) = (&self.router_scale.grad, dgain) {
             add_into(grad, &(dgain.into_tensor() / (width as f64).sqrt())?)?;
         }
-        Ok(MixerGradients { dinput: Some(dh), pending: PendingMixer::Done })
+        Ok(dh)
     }
 
     /// Returns the gain of the router's norm, `[D]` f32.
