@@ -217,7 +217,9 @@ fn channel_mixer(
             up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
         }),
-        ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(experts(mixer, linears, optional)?),
+        ChannelMixer::Experts(mixer) => {
+            ChannelMixerWeights::Experts(Box::new(experts(mixer, linears, optional)?))
+        }
         ChannelMixer::MlpAndExperts(MlpAndExperts { mlp, experts: mixer }) => {
             let router_scale = optional(BlockPart::RouterScale)?;
             ChannelMixerWeights::MlpAndExperts(Box::new(MlpAndExpertsWeights {

@@ -21,7 +21,7 @@ pub enum ChannelMixerWeights {
     /// An MLP without a gate.
     PlainMlp(PlainMlpWeights),
     /// A mixture of experts.
-    Experts(ExpertsWeights),
+    Experts(Box<ExpertsWeights>),
     /// An MLP and a mixture of experts side by side.
     MlpAndExperts(Box<MlpAndExpertsWeights>),
 }

@@ -119,7 +119,7 @@ struct InnerGradients<'w> {
 /// The tensors that backward needs.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertsSaved {
-    /// The router's logits, `[N, E]`.
+    /// The router's logits, `[N, E]`, f32 or in the activations' dtype.
     logits: Tensor,
     router: LoraSaved,
     choice: ExpertChoice,
@@ -169,14 +169,15 @@ impl ExpertsSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     pub(super) fn parts(mixer: &Experts, tokens: usize, dtype: DType) -> [(&'static str, usize); 2] {
         let rows = tokens * mixer.router.chosen;
-        let (logits, size) = (tokens * mixer.count, dtype.size_in_bytes());
+        let size = dtype.size_in_bytes();
+        let logits = tokens * mixer.count * logits_dtype(mixer, dtype).size_in_bytes();
         // Of each row: the expert, its weight, its number of copy and its place.
         let choice = 4 * rows * DType::F32.size_in_bytes();
         let [shared, factor] =
             mixer.shared.map_or([0; 2], |shared| SharedExpertSaved::bytes(&shared, tokens, dtype));
         [
             ("gate and up", rows * 2 * mixer.width * size + shared),
-            ("the router's choice", logits * size + choice + factor),
+            ("the router's choice", logits + choice + factor),
         ]
     }
 
@@ -194,6 +195,11 @@ impl ExpertsSaved {
         let shared = shared.iter().flat_map(SharedExpertSaved::tensors);
         [logits, gate_up].into_iter().chain(choice).chain(loras).chain(shared).collect()
     }
+}
+
+/// Returns the dtype of the router's logits, given that of the activations.
+fn logits_dtype(mixer: &Experts, dtype: DType) -> DType {
+    if mixer.has_f32_logits { DType::F32 } else { dtype }
 }
 
 /// Returns a copy of the row of each token for each of its experts: `[R, D]`.
@@ -256,7 +262,10 @@ impl ExpertsWeights {
     /// adapters of `down_proj` and the shared expert are still missing.
     fn gated(&self, pass: LayerPass<'_>, input: ExpertsInput<'_>) -> Result<(ExpertsSaved, Tensor)> {
         let mixer = &self.mixer;
-        let (logits, router) = linear::forward(&self.router, input.router, None, pass.branch())?;
+        let x = input.router;
+        let logits = empty(x.dim(0)?, mixer.count, logits_dtype(mixer, x.dtype()), x.device())?;
+        let router = linear::forward_into(&self.router, x, &logits, Addend::Nothing, pass.branch())?;
+        let logits = logits.into_tensor();
         let choice = choose_experts(&logits, self.bias.as_ref(), mixer.router)?;
         let rows = ExpertRows::of(&choice, mixer.count)?;
         let x = copied(input.experts, &rows)?;
@@ -339,8 +348,10 @@ impl ExpertsWeights {
         if let Some(balance) = pass.context.balance {
             balance.add(balance_experts(&saved.logits, &balance.pull, &dlogits)?);
         }
-        let (dinput, pending) =
-            linear::backward_first(&self.router, &saved.router, &dlogits, source, need_dx)?;
+        let dinput = || empty(dout.dim(0)?, width, dout.dtype(), dout.device());
+        let dinput = need_dx.then(dinput).transpose()?;
+        let pending = linear::backward_parts(&self.router, &saved.router, &dlogits, dinput.as_ref(), source)?;
+        let dinput = dinput.map(TensorMut::into_tensor);
         self.clear_others(rows)?;
         Ok(InnerGradients { dx, experts, router: RouterGradients { dinput, pending } })
     }

@@ -79,6 +79,7 @@ fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
         count,
         router: Router::softmax(keys.size("top_k_experts", count.min(MOST_CHOSEN))?, true),
         has_bias: false,
+        has_f32_logits: false,
         width: keys.size("moe_intermediate_size", MOST_WIDE)?,
         activation: mlp.activation,
         aux_coefficient: 0.0,
@@ -198,7 +199,7 @@ mod tests {
         let shared = ("attention_k_eq_v", json!(true));
         let hub = [shared.clone(), ("global_head_dim", json!(8)), ("num_global_key_value_heads", json!(1))];
         let own = json!({ "1": { "head_dim": 8, "num_key_value_heads": 1 } });
-        let [hub, saved] = [&hub[..], &[shared, ("per_layer_config", own)]].map(|keys| config(keys));
+        let [hub, saved] = [&hub[..], &[shared, ("per_layer_config", own)]].map(config);
         let (hub, saved) = (hub.expect("a model"), saved.expect("a model"));
         assert_eq!((&hub.blocks, &hub.ropes), (&saved.blocks, &saved.ropes));
         let of_layer = |layer: usize| hub.blocks[layer].token_mixer.attention().expect("attention").heads;
