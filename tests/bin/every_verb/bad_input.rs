@@ -494,7 +494,7 @@ fn features_of_a_config_that_are_not_supported() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `rope_scaling` has type "spiral"
-      caused by: accepted: default, linear, dynamic, llama3, yarn, longrope
+      caused by: accepted: default, linear, dynamic, llama3, yarn, longrope, proportional
     "#);
 }
 
