@@ -150,6 +150,33 @@ fn a_folder_with_one_file_is_a_model() {
     ");
 }
 
+/// More experts or layers than the file has are refused before a model of them is composed.
+#[test]
+fn counts_are_those_of_the_tensors() {
+    let place = Place::new();
+    let model = golden("families/models/tiny-olmoe");
+    let export = ["export", "--model", model.to_str().unwrap(), "--format", "gguf", "--output", "model.gguf"];
+    place.said(&export);
+    let whole = std::fs::read(place.path("model.gguf")).unwrap();
+    let refused = |key: &str| {
+        let mut bytes = whole.clone();
+        let at = bytes.windows(key.len()).position(|found| found == key.as_bytes()).unwrap();
+        // The type of the value, then the value.
+        let value = at + key.len() + 4;
+        bytes[value..value + 4].copy_from_slice(&100_000_000u32.to_le_bytes());
+        std::fs::write(place.path("model.gguf"), bytes).unwrap();
+        place.refused(&["plan", "--model", "model.gguf", "--recipe", "lora"])
+    };
+    assert_snapshot!(["olmoe.expert_count", "olmoe.block_count"].map(refused).join(""), @"
+    error: cannot use the model of [DIR]/model.gguf
+      caused by: its key `olmoe.expert_count` is 100000000, and its tensor `blk.0.ffn_up_exps.weight` has 8
+    hint: give the Hugging Face model that the GGUF file was made from
+    error: cannot use the model of [DIR]/model.gguf
+      caused by: its key `olmoe.block_count` is 100000000, and it has no tensor `blk.99999999.*`
+    hint: give the Hugging Face model that the GGUF file was made from
+    ");
+}
+
 /// Each gets one error, and nothing is written.
 #[test]
 fn files_that_are_no_models() {

@@ -36,8 +36,7 @@ pub fn parts_of(path: &Path) -> Vec<PathBuf> {
 /// Returns the models among the names of files: one name for each, of a split model that of its
 /// first part. Projectors of images (`mmproj`) and files in folders do not count.
 pub fn gguf_models<'n>(names: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
-    let is_model =
-        |name: &&str| name.ends_with(".gguf") && !name.starts_with("mmproj") && !name.contains('/');
+    let is_model = |name: &&str| name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains('/');
     let is_first = |name: &&str| part_name(name).is_none() || name.contains("-00001-of-");
     names.filter(is_model).filter(is_first).collect()
 }
@@ -48,7 +47,8 @@ mod tests {
 
     #[test]
     fn parts_of_a_split_model_are_one_model() {
-        let all = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf", "mmproj-b.gguf", "c.bin"];
+        let all =
+            ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf", "mmproj-b.gguf", "b.mmproj.gguf"];
         assert_eq!(gguf_models(all.into_iter()), [all[0], all[2]]);
         let found = parts_of(Path::new("d/a-00002-of-00002.gguf"));
         assert_eq!(found, [Path::new("d/a-00001-of-00002.gguf"), Path::new("d/a-00002-of-00002.gguf")]);

@@ -7,6 +7,15 @@ use super::text::gigabytes;
 use crate::units;
 
 impl Sizing {
+    /// Returns the number of all parameters, and of a token's if it does not use all experts.
+    pub(super) fn parameters_in_short(&self) -> String {
+        let all = units::count(self.parameters);
+        if self.active_parameters == self.parameters {
+            return format!("{all} parameters");
+        }
+        format!("{all} parameters ({} for a token)", units::count(self.active_parameters))
+    }
+
     /// Returns the plan in a few lines: if it fits, time, cost and the best alternative.
     pub fn answer_first(&self) -> String {
         let mut text = String::new();
@@ -24,11 +33,11 @@ impl Sizing {
         };
         let _ = writeln!(
             text,
-            "{}: {}, {} of {} parameters, {}\non {on}: {ranks}, recompute {}",
+            "{}: {}, {} of {}, {}\non {on}: {ranks}, recompute {}",
             self.model,
             self.method,
             units::count(self.trainable),
-            units::count(self.parameters),
+            self.parameters_in_short(),
             self.dtype,
             self.recompute
         );

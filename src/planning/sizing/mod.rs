@@ -25,6 +25,7 @@ use serde::Serialize;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::loading::base_model::format;
+use crate::model::unused_weights;
 use crate::parallel::ShardingStrategy;
 use crate::planning::{
     COMMUNICATOR, KeptGroup, MemoryParts, MemoryPlan, Method, NCCL, PlannedStep, Rows, StepInputs, WorldSize,
@@ -95,6 +96,8 @@ pub struct Sizing {
     pub model: String,
     /// Parameters of the model and its adapters.
     pub parameters: u64,
+    /// The same without the weights of experts that a token does not choose.
+    pub active_parameters: u64,
     /// Parameters that train.
     pub trainable: u64,
     /// The training method in words.
@@ -170,6 +173,7 @@ impl SizingRequest<'_> {
         Ok(Sizing {
             model: self.inputs.base.found.name(),
             parameters,
+            active_parameters: parameters - unused_weights(&self.inputs.base.config),
             trainable,
             method: self.method(self.recipe)?,
             dtype: self.inputs.engine.dtype.as_str(),

@@ -44,11 +44,11 @@ impl Sizing {
         let why = self.why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
         let _ = writeln!(
             text,
-            "{}: {}, {} of {} parameters, {}\non {on}: {}, strategy {}{why}; recompute {}; micro-batches of {} tokens, {} a step and rank",
+            "{}: {}, {} of {}, {}\non {on}: {}, strategy {}{why}; recompute {}; micro-batches of {} tokens, {} a step and rank",
             self.model,
             self.method,
             units::count(self.trainable),
-            units::count(self.parameters),
+            self.parameters_in_short(),
             self.dtype,
             units::exact(self.ranks, "rank"),
             self.strategy,

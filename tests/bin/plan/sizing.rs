@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use crate::place::Place;
+use crate::place::{Place, golden};
 #[cfg(target_os = "linux")]
 use crate::plan::planning::{peak, write_headers};
 
@@ -185,6 +185,23 @@ fn a_70b_folder_is_planned_in_little_memory() {
     assert!(done.status.success(), "{}", place.told(&done.stderr));
     // The code of a test build takes some 45 MB.
     assert!((1e6..56e6).contains(&bytes), "{bytes}");
+}
+
+/// Of a mixture, the plan also counts the weights that a token uses.
+#[test]
+fn a_mixture_has_two_numbers_of_parameters() {
+    let table = std::fs::read_to_string(golden("published.json")).unwrap();
+    let table: Vec<Value> = serde_json::from_str(&table).unwrap();
+    let mixtral = table.iter().find(|model| model["name"] == "mistralai/Mixtral-8x7B-v0.1").unwrap();
+    let place = Place::new();
+    std::fs::create_dir(place.path("mixtral")).unwrap();
+    place.write("mixtral/config.json", &mixtral["config"].to_string());
+    let args = ["--model", "mixtral", "--on", "8xH200", "--recipe", "full"];
+    let said = place.said(&[&["plan"][..], &args].concat());
+    assert!(said.contains("46.7B of 46.7B parameters (12.9B for a token)"), "{said}");
+    let said = plan(&place, "mixtral", &args[2..]);
+    let counts = ["parameters", "active_parameters"].map(|key| said[key].as_u64().unwrap());
+    assert_eq!(counts, [46_702_792_704, 12_879_925_248]);
 }
 
 /// A published estimate says a week for 500 million tokens on 64 A100; by arithmetic it is hours.

@@ -108,6 +108,7 @@ fn sizing(text: &str) -> Sizing {
     Sizing {
         model: text.to_owned(),
         parameters: 1,
+        active_parameters: 1,
         trainable: 1,
         method: text.to_owned(),
         dtype: "bf16",

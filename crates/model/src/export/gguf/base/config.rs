@@ -141,9 +141,11 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
 
 /// Returns the number of blocks, each of which has tensors.
 fn block_count(keys: &ArchKeys<'_>) -> Result<usize> {
-    let (layers, tensors) = (keys.required("block_count")?, keys.file.tensors().count());
-    if layers > tensors {
-        let cause = format!("its key `{}.block_count` is {layers}, and it has {tensors} tensors", keys.arch);
+    let layers = keys.required("block_count")?;
+    let last = format!("blk.{}.", layers.saturating_sub(1));
+    if !keys.file.tensors().any(|tensor| tensor.name.starts_with(&last)) {
+        let cause =
+            format!("its key `{}.block_count` is {layers}, and it has no tensor `{last}*`", keys.arch);
         return Err(keys.file.refused(cause));
     }
     Ok(layers)
@@ -241,10 +243,19 @@ fn factors(
 fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
     let (file, mut json) = (keys.file, Map::new());
     let Some(facts) = family.gguf.experts else { return Ok(json) };
+    const FIRST: &str = "blk.0.ffn_up_exps.weight";
     let width =
         |name: &str| file.tensor(name).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1));
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     let count = keys.required("expert_count")?;
+    // Before a model of so many experts is composed.
+    let stored = file.tensor(FIRST).and_then(|tensor| tensor.shape.first());
+    if stored != Some(&count) {
+        let stored = stored.map_or_else(|| "is missing".to_owned(), |stored| format!("has {stored}"));
+        let cause =
+            format!("its key `{}.expert_count` is {count}, and its tensor `{FIRST}` {stored}", keys.arch);
+        return Err(file.refused(cause));
+    }
     set("num_experts", count.into());
     set("num_local_experts", count.into());
     set("num_experts_per_tok", keys.required("expert_used_count")?.into());
@@ -252,7 +263,7 @@ fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Val
     set("decoder_sparse_step", 1.into());
     keys.size("expert_feed_forward_length")?;
     keys.size("expert_shared_feed_forward_length")?;
-    if let Some(width) = width("blk.0.ffn_up_exps.weight") {
+    if let Some(width) = width(FIRST) {
         set("moe_intermediate_size", (*width).into());
         if keys.size("feed_forward_length")?.is_none() {
             set(family.intermediate_size, (*width).into());

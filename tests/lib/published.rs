@@ -1,0 +1,29 @@
+//! Numbers of parameters that the makers of models publish, from the config.json of each.
+
+use finetune::model::{ModelConfig, parameters, unused_weights};
+use serde_json::Value;
+
+/// The table has the number of parameters of the files on the hub, without the layers that predict
+/// further tokens. Of mixtures whose makers count the embedding, it has the number for a token, in
+/// billions as they round it.
+#[test]
+fn counts_are_the_published_ones() {
+    let table: Vec<Value> = serde_json::from_str(include_str!("../golden/published.json")).unwrap();
+    assert!(table.len() >= 40);
+    for model in &table {
+        let name = model["name"].as_str().unwrap();
+        let config = ModelConfig::from_json(&model["config"].to_string(), name).unwrap();
+        let all: u64 = parameters(&config).iter().map(|spec| spec.len() as u64).sum();
+        let published = model["parameters"].as_f64().unwrap();
+        assert!((all as f64 / published - 1.0).abs() < 0.005, "{name}: {all}, published {published}");
+        let active = all - unused_weights(&config);
+        match model.get("active").and_then(Value::as_str) {
+            None => assert_eq!(active == all, config.experts().next().is_none(), "{name}: {active}"),
+            Some(published) => {
+                let digits = published.split_once('.').map_or(0, |(_, digits)| digits.len());
+                let rounded = format!("{:.digits$}", active as f64 / 1e9);
+                assert_eq!(rounded, published, "{name}: {active}");
+            }
+        }
+    }
+}
