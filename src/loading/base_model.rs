@@ -144,10 +144,10 @@ impl EngineOptions {
                 delta.conv_kernel, delta.heads.key_dim, delta.heads.value_dim
             ));
         }
-        let dim = config.heads.head_dim;
-        if self.attention == Attention::Eager
-            || (self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim))
-        {
+        let has_kernels = |dim: usize| self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim);
+        let mut widths = config.attentions().map(|attention| attention.heads.head_dim);
+        let dim = widths.find(|dim| !has_kernels(*dim))?;
+        if self.attention == Attention::Eager {
             return None;
         }
         let dims = KERNEL_HEAD_DIMS.map(|dim| dim.to_string()).join(", ");

@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{
-    BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, WeightShape,
+    BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, Values, WeightShape,
 };
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
@@ -48,6 +48,8 @@ struct BlockShape {
     layers: Vec<LinearLayer>,
     token_mixer: TokenMixer,
     experts: Option<Experts>,
+    /// True if it has experts and an MLP.
+    has_both: bool,
     has_post_norms: bool,
     is_parallel: bool,
     /// Width of the first projections of the MLP together.
@@ -93,6 +95,7 @@ impl<'a> GpuStep<'a> {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
                 token_mixer: config.blocks[block].token_mixer,
                 experts: config.blocks[block].channel_mixer.experts().copied(),
+                has_both: config.blocks[block].channel_mixer.has_both(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
                 is_parallel: config.blocks[block].residual.is_parallel(),
                 first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
@@ -163,7 +166,7 @@ impl BlockStep<'_> {
         // The gradient through the channel mixer, which waits for attention's in a parallel plan.
         let around = if self.shape.is_parallel { rows(d) } else { 0 };
         let mixer = &self.shape.token_mixer;
-        let (input, output) = (mixer.input_width(config.heads), mixer.output_width(config.heads));
+        let (input, output) = (mixer.input_width(), mixer.output_width());
         let of_tokens = [
             // Beside `around`: through the output projection; then the operations between the
             // projections; then through the first projections to their input, and through its norm.
@@ -178,10 +181,16 @@ impl BlockStep<'_> {
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),
             rows(d + output) + self.product_forward(LinearGroup::O),
         ];
-        let of_channels = match &self.shape.experts {
+        let mut of_channels = match &self.shape.experts {
             None => self.of_mlp(config.intermediate_size),
             Some(experts) => self.of_experts(experts),
         };
+        if self.shape.has_both {
+            of_channels.extend(self.of_mlp(config.intermediate_size));
+            // Beside each of both: the gradients of their sum and of their input, and the other's
+            // output.
+            of_channels.iter_mut().for_each(|bytes| *bytes += rows(3 * d));
+        }
         let stages = of_tokens.into_iter().chain(of_channels);
         let groups = [
             LinearGroup::Qkv,
@@ -198,9 +207,13 @@ impl BlockStep<'_> {
     /// Returns the values of a token that live together in the backward of a token mixer between
     /// its projections.
     fn inside_token_mixer(&self) -> usize {
-        let heads = self.step.config.heads;
+        let heads = self.shape.token_mixer.attention().map_or(self.step.config.heads, |mixer| mixer.heads);
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         match &self.shape.token_mixer {
+            // Also the normed values and their gradient, or the gradients twice.
+            TokenMixer::Attention(mixer) if mixer.values != Values::Projected => {
+                q + qk + qkv + 3 * heads.kv_width()
+            }
             // The gradient of the output, the rotated q and k, and the gradients of q, k and v.
             TokenMixer::Attention(mixer) if !mixer.has_gates => q + qk + qkv,
             // Also the gates with the output and the gradients of both, or the gradients twice.

@@ -97,13 +97,15 @@ fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<
     flags
 }
 
-/// The end of the names of the values beside weights that no optimizer updates.
-const ROUTER_BIAS: &str = ".e_score_correction_bias";
+/// Returns whether a tensor has values beside the weights that no optimizer updates.
+fn is_buffer(name: &&str) -> bool {
+    [".e_score_correction_bias", ".layer_scalar"].iter().any(|end| name.ends_with(end))
+}
 
 /// Asserts that a trained model has the values of its base that no optimizer updates.
 fn assert_same_buffers(ours: &ModelFiles, base: &Path) {
     let base = ModelFiles::open(base).unwrap();
-    for name in base.names().filter(|name| name.ends_with(ROUTER_BIAS)) {
+    for name in base.names().filter(is_buffer) {
         assert_eq!(ours.info(name).unwrap().dtype, base.info(name).unwrap().dtype, "{name}");
         assert_eq!(ours.bytes(name).unwrap(), base.bytes(name).unwrap(), "{name}");
     }
@@ -117,7 +119,7 @@ fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<
     let parts = |name: &str| names_in_checkpoint(name, |name| ours.info(name).is_some());
     let wanted: BTreeSet<String> = theirs.names().flat_map(parts).collect();
     // Goldens have no buffers.
-    let trained = ours.names().filter(|name| !name.ends_with(ROUTER_BIAS)).filter(is_kept);
+    let trained = ours.names().filter(|name| !is_buffer(name)).filter(is_kept);
     assert_eq!(trained.map(str::to_owned).collect::<BTreeSet<_>>(), wanted);
     let mut largest = 0f32;
     for (name, info) in theirs.tensors() {

@@ -182,7 +182,6 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
 
 /// Returns the operations of the forward of attention, or of the delta rule, for a token, by layer.
 fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64> {
-    let width = config.heads.q_width() as f64;
     config.blocks.iter().map(move |block| match &block.token_mixer {
         TokenMixer::Attention(attention) => {
             let seen = match attention.window {
@@ -192,11 +191,11 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
                 }
                 _ => row / 2.0,
             };
-            4.0 * width * seen
+            4.0 * attention.heads.q_width() as f64 * seen
         }
         // Widths of keys and of values differ.
         TokenMixer::Latent(latent) => {
-            2.0 * (latent.attended_widths() * config.heads.num_heads) as f64 * row / 2.0
+            2.0 * (latent.attended_widths() * latent.attention.heads.num_heads) as f64 * row / 2.0
         }
         TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
     })

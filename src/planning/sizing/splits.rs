@@ -143,7 +143,8 @@ fn divisors(n: usize) -> impl Iterator<Item = usize> {
 }
 
 fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Option<String> {
-    let heads = config.heads;
+    let mut key_heads = config.attentions().map(|attention| attention.heads.num_kv_heads);
+    let uneven = key_heads.find(|count| !count.is_multiple_of(size));
     if size > hardware.per_host {
         return Some(format!(
             "it would cross hosts of {} devices: every layer waits for four sums",
@@ -152,12 +153,10 @@ fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Opt
     }
     let width = config.experts().map(|experts| experts.width).min().unwrap_or(config.intermediate_size);
     match () {
-        () if !heads.num_heads.is_multiple_of(size) => {
-            Some(format!("it does not divide {} heads", heads.num_heads))
+        () if !config.heads.num_heads.is_multiple_of(size) => {
+            Some(format!("it does not divide {} heads", config.heads.num_heads))
         }
-        () if !heads.num_kv_heads.is_multiple_of(size) => {
-            Some(format!("it does not divide {} key-value heads", heads.num_kv_heads))
-        }
+        () if uneven.is_some() => uneven.map(|count| format!("it does not divide {count} key-value heads")),
         () if config.gated_deltas().any(|delta| !delta.heads.num_key_heads.is_multiple_of(size)) => {
             Some("it does not divide the key heads of Gated DeltaNet".to_owned())
         }

@@ -123,6 +123,16 @@ fn latent_attention_follows_transformers_and_peft() {
     follows("full_mistral4");
 }
 
+/// Heads of another width in layers of full attention, whose values are normed keys, a factor on the
+/// output of each block, experts beside an MLP.
+#[test]
+fn gemma4_follows_transformers_and_peft() {
+    for model in ["gemma4", "gemma4-moe"] {
+        follows(&format!("lora_{model}"));
+        follows(&format!("full_{model}"));
+    }
+}
+
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.
 #[test]
 fn gated_deltanet_follows_transformers_and_peft() {

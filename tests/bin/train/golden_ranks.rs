@@ -58,7 +58,7 @@ fn dora_follows_peft() {
 fn lora_on_other_families_follows_peft() {
     two_rows_follow("lora_qwen2");
     two_rows_follow("lora_phi3");
-    for family in ["granite", "smollm3", "olmo2", "ministral3", "qwen3-moe", "qwen3-5"] {
+    for family in ["granite", "smollm3", "olmo2", "ministral3", "qwen3-moe", "qwen3-5", "gemma4-moe"] {
         for split in [ON_2[0], ON_2[2]] {
             follows(&format!("lora_{family}"), split);
             follows(&format!("full_{family}"), split);

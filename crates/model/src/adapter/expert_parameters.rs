@@ -192,9 +192,13 @@ impl<'m> ExpertModules<'m> {
     }
 }
 
-/// Returns the layer of the mixer `name`.
+/// Returns the layer of the mixer `name`: the name up to its number. In Gemma 4 nothing is between
+/// a layer and its experts.
 fn layer_of(name: &str) -> &str {
-    name.rsplit_once('.').map_or("", |(layer, _)| layer)
+    let is_number = |part: &&str| part.parse::<usize>().is_ok();
+    let number = name.split('.').find(is_number).map_or(0, str::len);
+    let before: usize = name.split('.').take_while(|part| !is_number(part)).map(|part| part.len() + 1).sum();
+    &name[..(before + number).min(name.len())]
 }
 
 /// Returns the modules of one expert that `parameter` holds, in the order of its rows.

@@ -6,11 +6,11 @@ use candle_core::DType;
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
-    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights,
-    TokenMixerWeights,
+    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights,
+    SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
-use super::composition::{ChannelMixer, TokenMixer};
+use super::composition::{ChannelMixer, Experts, MlpAndExperts, TokenMixer};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
@@ -132,21 +132,24 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         layout.module(part).map(|module| norm(&module.name_in(layer), module.bias, from)).transpose()
     };
     let token_mixer = token_mixer(block.token_mixer, &linears, &optional)?;
-    let channel_mixer = channel_mixer(block.channel_mixer, &linears, &optional)?;
-    let norms = |before, after| -> Result<MixerNorms> {
-        Ok(MixerNorms {
-            before: hidden_norm(before)?,
-            after: hidden_norm(after)?,
-            factor: block.residual_factor,
-        })
+    let norms = |before: Option<BlockPart>, after, factor| -> Result<MixerNorms> {
+        let before = before.map(hidden_norm).transpose()?.flatten();
+        Ok(MixerNorms { before, after: hidden_norm(after)?, factor })
     };
-    let one_norm = block.residual.is_parallel();
-    let channel_norm = if one_norm { BlockPart::AttnNorm } else { BlockPart::MlpNorm };
+    let inner = |before, after| norms(Some(before), after, 1.0);
+    let channel_mixer = channel_mixer(block.channel_mixer, &linears, &optional, &inner)?;
+    let channel_norm = match () {
+        () if block.residual.is_parallel() => Some(BlockPart::AttnNorm),
+        () if block.channel_mixer.has_both() => None,
+        () => Some(BlockPart::MlpNorm),
+    };
+    let factor = block.residual_factor;
     Ok(BlockWeights {
-        token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
+        token_norms: norms(Some(BlockPart::AttnNorm), BlockPart::AttnPostNorm, factor)?,
         token_mixer,
-        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
+        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm, factor)?,
         channel_mixer,
+        output_factor: optional(BlockPart::OutputFactor)?.map(|factor| factor.value),
     })
 }
 
@@ -195,43 +198,66 @@ fn token_mixer(
     })
 }
 
-/// Returns the weights of a channel mixer, of the layers that `linears` gives and the parameters
-/// that `optional` gives if the block has them.
+/// Returns the weights of a channel mixer, of the layers that `linears` gives, the parameters that
+/// `optional` gives if the block has them, and the norms that `norms` gives.
 fn channel_mixer(
     mixer: ChannelMixer,
     linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
     optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+    norms: &dyn Fn(BlockPart, BlockPart) -> Result<MixerNorms>,
 ) -> Result<ChannelMixerWeights> {
+    let gated_mlp = |mixer| -> Result<GatedMlpWeights> {
+        let (gate_up, down) = (linears(LinearGroup::GateUp)?, linears(LinearGroup::Down)?);
+        Ok(GatedMlpWeights { mixer, gate_up, down })
+    };
     Ok(match mixer {
-        ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
-            mixer,
-            gate_up: linears(LinearGroup::GateUp)?,
-            down: linears(LinearGroup::Down)?,
-        }),
+        ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(gated_mlp(mixer)?),
         ChannelMixer::PlainMlp(mixer) => ChannelMixerWeights::PlainMlp(PlainMlpWeights {
             mixer,
             up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
         }),
-        ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(ExpertsWeights {
-            mixer,
-            router: linears(LinearGroup::Router)?,
-            bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value),
-            experts: (0..mixer.count as u16)
-                .map(|e| {
-                    let gate_up = linears(LinearGroup::ExpertGateUp(e))?;
-                    Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
-                })
-                .collect::<Result<_>>()?,
-            shared: mixer
-                .shared
-                .map(|shared| -> Result<_> {
-                    let factor = shared.has_gate.then(|| linears(LinearGroup::SharedFactor)).transpose()?;
-                    let (gate_up, down) =
-                        (linears(LinearGroup::SharedGateUp)?, linears(LinearGroup::SharedDown)?);
-                    Ok(SharedExpertWeights { activation: mixer.activation, gate_up, down, factor })
-                })
-                .transpose()?,
-        }),
+        ChannelMixer::Experts(mixer) => {
+            ChannelMixerWeights::Experts(Box::new(experts(mixer, linears, optional)?))
+        }
+        ChannelMixer::MlpAndExperts(MlpAndExperts { mlp, experts: mixer }) => {
+            let router_scale = optional(BlockPart::RouterScale)?;
+            ChannelMixerWeights::MlpAndExperts(Box::new(MlpAndExpertsWeights {
+                mlp: gated_mlp(mlp)?,
+                mlp_norms: norms(BlockPart::MlpNorm, BlockPart::MlpOutNorm)?,
+                experts: experts(mixer, linears, optional)?,
+                experts_norms: norms(BlockPart::ExpertsNorm, BlockPart::ExpertsOutNorm)?,
+                router_scale: router_scale.ok_or_else(|| Error::internal("a router without its scale"))?,
+            }))
+        }
+    })
+}
+
+/// Returns the weights of a mixture of experts, like [`channel_mixer`].
+fn experts(
+    mixer: Experts,
+    linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+    optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+) -> Result<ExpertsWeights> {
+    Ok(ExpertsWeights {
+        mixer,
+        router: linears(LinearGroup::Router)?,
+        bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value),
+        factors: optional(BlockPart::ExpertFactors)?,
+        experts: (0..mixer.count as u16)
+            .map(|e| {
+                let gate_up = linears(LinearGroup::ExpertGateUp(e))?;
+                Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
+            })
+            .collect::<Result<_>>()?,
+        shared: mixer
+            .shared
+            .map(|shared| -> Result<_> {
+                let factor = shared.has_gate.then(|| linears(LinearGroup::SharedFactor)).transpose()?;
+                let (gate_up, down) =
+                    (linears(LinearGroup::SharedGateUp)?, linears(LinearGroup::SharedDown)?);
+                Ok(SharedExpertWeights { activation: mixer.activation, gate_up, down, factor })
+            })
+            .transpose()?,
     })
 }

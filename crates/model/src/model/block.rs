@@ -8,10 +8,11 @@
 //! In parallel residual plans both mixers read `x`: `y = h + channel_mixer(norm(x))`.
 //!
 //! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
-//! Granite has a factor on each mixer's output. Each mixer has a file below `block/`.
-//! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
-//! outputs, which are elementwise, in the pass that computes the gradient of the norm's input. So
-//! the gradients of parameters that multiply a norm's output come last (`PendingGradients`).
+//! Granite has a factor on each mixer's output, and Gemma 4 a stored one on `y`. Each mixer has a
+//! file below `block/`. [`BlockSaved`] holds the tensors that are expensive to recompute. Backward
+//! recomputes norm outputs, which are elementwise, in the pass that computes the gradient of the
+//! norm's input. So the gradients of parameters that multiply a norm's output come last
+//! (`PendingGradients`).
 
 mod attention;
 mod channel_mixer;
@@ -19,6 +20,7 @@ mod experts;
 mod gated_delta;
 mod gated_mlp;
 mod latent;
+mod mlp_and_experts;
 mod plain_mlp;
 mod shared_expert;
 mod token_mixer;
@@ -29,6 +31,7 @@ pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_delta::{DeltaState, GatedDeltaWeights};
 pub use gated_mlp::GatedMlpWeights;
 pub use latent::{LatentUp, LatentWeights};
+pub use mlp_and_experts::MlpAndExpertsWeights;
 pub use plain_mlp::PlainMlpWeights;
 pub use shared_expert::SharedExpertWeights;
 pub use token_mixer::{BlockCache, TokenMixerWeights};
@@ -61,6 +64,8 @@ pub struct BlockWeights {
     pub channel_norms: MixerNorms,
     /// The part that computes each token by itself.
     pub channel_mixer: ChannelMixerWeights,
+    /// Factor on the block's output, `[1]` f32.
+    pub output_factor: Option<Tensor>,
 }
 
 /// The norms around a mixer.
@@ -80,6 +85,14 @@ impl MixerNorms {
         match &self.before {
             Some(before) => before.forward(config, x),
             None => Ok(x.clone()),
+        }
+    }
+
+    /// Returns the norm of the mixer's output `out: [N, D]`.
+    fn output(&self, config: &ModelConfig, out: &Tensor) -> Result<Tensor> {
+        match &self.after {
+            Some(after) => after.forward(config, out),
+            None => Ok(out.clone()),
         }
     }
 }
@@ -236,7 +249,7 @@ impl BlockSaved {
                 fixed + (of_all - fixed) / experts.count
             });
         let mut parts = vec![("the block's input", hidden)];
-        parts.extend(TokenMixerSaved::parts(config, &block.token_mixer, tokens, dtype));
+        parts.extend(TokenMixerSaved::parts(&block.token_mixer, tokens, dtype));
         // In a parallel plan it is the block's input.
         parts.push(("the input of the MLP", if block.residual.is_parallel() { 0 } else { hidden }));
         parts.extend(ChannelMixerSaved::parts(config, &block.channel_mixer, tokens, dtype));
@@ -283,8 +296,9 @@ pub fn forward(
         channel_mixer: channel.saved,
         channel_out: channel.out,
     };
+    let y = times_output_factor(w, channel.y)?;
     release.begin();
-    Ok((channel.y, saved))
+    Ok((y, saved))
 }
 
 /// Computes the tensors that the backward of a block needs from its input `x: [N, D]`, with the
@@ -319,6 +333,14 @@ pub fn recompute(
     };
     release.begin();
     Ok(saved)
+}
+
+/// Multiplies the block's output, or its gradient, by the stored factor.
+fn times_output_factor(w: &BlockWeights, y: Tensor) -> Result<Tensor> {
+    match &w.output_factor {
+        Some(factor) => Ok(y.broadcast_mul(&factor.to_dtype(y.dtype())?)?),
+        None => Ok(y),
+    }
 }
 
 /// Returns the input of the channel mixer's half: the block's input or the token mixer's half.
@@ -388,15 +410,16 @@ pub fn backward(
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
+    let dy = &times_output_factor(w, dy.clone())?;
     let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
-    let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, dy), true, channel)?;
+    let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, Some(dy)), true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
     let token = |half: MixerBackward| w.token_mixer.backward(pass, &saved.token_mixer, half);
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
     // In a parallel plan the channel mixer does not read the token mixer's output.
     let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
-    let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, &dh), need_dx, token)?;
+    let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, Some(&dh)), need_dx, token)?;
     release.begin();
     Ok(dx)
 }
@@ -425,12 +448,12 @@ struct MixerGradients<'w> {
 }
 
 /// Computes the backward of [`around_mixer`] from the gradient `dy` of its result: the gradient of
-/// `x` plus `around`, that of other uses of `x`; `None` if nothing needs it.
+/// `x` plus `around`, that of other uses of `x` if it has some; `None` if nothing needs it.
 fn around_mixer_backward<'w>(
     norms: &MixerNorms,
     config: &ModelConfig,
     HalfEnds { x, out }: HalfEnds<'_>,
-    (dy, around): (&Tensor, &Tensor),
+    (dy, around): (&Tensor, Option<&Tensor>),
     need_dx: bool,
     mixer: impl FnOnce(MixerBackward) -> Result<MixerGradients<'w>>,
 ) -> Result<Option<Tensor>> {
@@ -448,15 +471,17 @@ fn around_mixer_backward<'w>(
         return Ok(None);
     };
     let Some(before) = &norms.before else {
-        let dx = add(around, &dinput)?;
-        drop(dinput);
+        let dx = match around {
+            Some(around) => add(around, &dinput)?,
+            None => dinput,
+        };
         pending.add(x)?;
         return Ok(Some(dx));
     };
     let (rows, width) = x.dims2()?;
     let normed = || empty(rows, width, x.dtype(), x.device());
     let normed = pending.reads_input().then(normed).transpose()?;
-    let dx = before.backward(config, x, &dinput, Some(around), normed.as_ref())?;
+    let dx = before.backward(config, x, &dinput, around, normed.as_ref())?;
     drop(dinput);
     if let Some(normed) = normed {
         pending.add(&normed)?;

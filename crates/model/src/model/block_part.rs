@@ -87,6 +87,18 @@ pub enum BlockPart {
     MlpNorm,
     /// The norm on the MLP's output, before the residual sum (Gemma, OLMo 2).
     MlpPostNorm,
+    /// The norm on the output of an MLP beside experts.
+    MlpOutNorm,
+    /// The norm before experts beside an MLP.
+    ExpertsNorm,
+    /// The norm on the output of experts beside an MLP.
+    ExpertsOutNorm,
+    /// The gain of the norm before a router that has one.
+    RouterScale,
+    /// The factor on the weight of each expert.
+    ExpertFactors,
+    /// The stored number that multiplies the block's output.
+    OutputFactor,
 }
 
 /// Linear layers of a block that read the same input.
@@ -140,22 +152,28 @@ impl BlockPart {
         self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
-    /// Returns true for a parameter of a recurrence that is neither a matrix of a linear layer nor
-    /// a norm.
+    /// Returns true for a parameter of a recurrence or a router that is no norm and no matrix of a
+    /// linear layer.
     pub fn is_of_recurrence(self) -> bool {
-        matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
+        let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
+        router || matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
     }
 
     /// Returns true for values that no optimizer updates.
     pub fn is_buffer(self) -> bool {
-        self == BlockPart::RouterBias
+        matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
     }
 
     /// Returns the name of its parameter, given the name of its module: `…q_proj.weight`. Some
     /// parameters have no module of their own.
     pub fn parameter(self, module: &str) -> String {
         match self {
-            BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::RouterBias => module.to_owned(),
+            BlockPart::DeltaRate
+            | BlockPart::DeltaStep
+            | BlockPart::RouterBias
+            | BlockPart::RouterScale
+            | BlockPart::ExpertFactors
+            | BlockPart::OutputFactor => module.to_owned(),
             _ => format!("{module}.weight"),
         }
     }
@@ -205,7 +223,13 @@ impl BlockPart {
             | BlockPart::AttnNorm
             | BlockPart::AttnPostNorm
             | BlockPart::MlpNorm
-            | BlockPart::MlpPostNorm => None,
+            | BlockPart::MlpPostNorm
+            | BlockPart::MlpOutNorm
+            | BlockPart::ExpertsNorm
+            | BlockPart::ExpertsOutNorm
+            | BlockPart::RouterScale
+            | BlockPart::ExpertFactors
+            | BlockPart::OutputFactor => None,
         }
     }
 }

@@ -21,6 +21,8 @@ pub struct BlockConfig {
     pub residual: ResidualPlan,
     /// Factor on the output of each mixer before its residual sum (granite); 1 in most families.
     pub residual_factor: f64,
+    /// True if a stored number multiplies the block's output (Gemma 4).
+    pub has_output_factor: bool,
 }
 
 /// The part of a block that lets a token read others.
@@ -44,24 +46,30 @@ impl TokenMixer {
         }
     }
 
-    /// Returns the width of its first projections together, over `heads` of attention.
-    pub fn input_width(&self, heads: Heads) -> usize {
+    /// Returns the width of its first projections together.
+    pub fn input_width(&self) -> usize {
         match self {
-            TokenMixer::Attention(mixer) if mixer.has_gates => heads.qkv_width() + heads.q_width(),
-            TokenMixer::Attention(_) => heads.qkv_width(),
+            TokenMixer::Attention(AttentionMixer { heads, has_gates: true, .. }) => {
+                heads.qkv_width() + heads.q_width()
+            }
+            TokenMixer::Attention(AttentionMixer { heads, values: Values::NormedKeys, .. }) => {
+                heads.qk_width()
+            }
+            TokenMixer::Attention(mixer) => mixer.heads.qkv_width(),
             TokenMixer::Latent(mixer) => {
-                let q = mixer.q_rank.unwrap_or(heads.num_heads * (mixer.plain + mixer.rotated));
+                let num_heads = mixer.attention.heads.num_heads;
+                let q = mixer.q_rank.unwrap_or(num_heads * (mixer.plain + mixer.rotated));
                 q + mixer.kv_rank + mixer.rotated
             }
             TokenMixer::GatedDelta(mixer) => mixer.input_width(),
         }
     }
 
-    /// Returns the width of the input of its output projection, over `heads` of attention.
-    pub fn output_width(&self, heads: Heads) -> usize {
+    /// Returns the width of the input of its output projection.
+    pub fn output_width(&self) -> usize {
         match self {
-            TokenMixer::Attention(_) => heads.q_width(),
-            TokenMixer::Latent(mixer) => heads.num_heads * mixer.value,
+            TokenMixer::Attention(mixer) => mixer.heads.q_width(),
+            TokenMixer::Latent(mixer) => mixer.attention.heads.num_heads * mixer.value,
             TokenMixer::GatedDelta(mixer) => mixer.heads.value_width(),
         }
     }
@@ -76,13 +84,15 @@ pub enum ChannelMixer {
     PlainMlp(PlainMlp),
     /// Gated MLPs, of which a router chooses a few for each token.
     Experts(Experts),
+    /// A gated MLP and experts side by side, each between norms of its own.
+    MlpAndExperts(MlpAndExperts),
 }
 
 impl ChannelMixer {
     /// Returns the width of the first projections together, in inner widths.
     pub fn first_widths(&self) -> usize {
         match self {
-            ChannelMixer::GatedMlp(_) | ChannelMixer::Experts(_) => 2,
+            ChannelMixer::GatedMlp(_) | ChannelMixer::Experts(_) | ChannelMixer::MlpAndExperts(_) => 2,
             ChannelMixer::PlainMlp(_) => 1,
         }
     }
@@ -92,7 +102,13 @@ impl ChannelMixer {
         match self {
             ChannelMixer::GatedMlp(_) | ChannelMixer::PlainMlp(_) => None,
             ChannelMixer::Experts(experts) => Some(experts),
+            ChannelMixer::MlpAndExperts(both) => Some(&both.experts),
         }
+    }
+
+    /// Returns true if it has both an MLP for each token and experts.
+    pub fn has_both(&self) -> bool {
+        matches!(self, ChannelMixer::MlpAndExperts(_))
     }
 
     /// Returns the name of its activation.
@@ -100,7 +116,9 @@ impl ChannelMixer {
         match self {
             ChannelMixer::GatedMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
             ChannelMixer::PlainMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
-            ChannelMixer::Experts(experts) => format!("{:?}", experts.activation).to_lowercase(),
+            ChannelMixer::Experts(experts) | ChannelMixer::MlpAndExperts(MlpAndExperts { experts, .. }) => {
+                format!("{:?}", experts.activation).to_lowercase()
+            }
         }
     }
 }
@@ -161,9 +179,11 @@ impl HiddenNorm {
     }
 }
 
-/// Softmax attention over the heads of [`ModelConfig::heads`](super::ModelConfig).
+/// Softmax attention with rotary positions over heads of one width.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionMixer {
+    /// Head counts and width: those of [`ModelConfig::heads`](super::ModelConfig) in most layers.
+    pub heads: Heads,
     /// The window: a token sees itself and the `window − 1` tokens before it. `None`: all before
     /// it.
     pub window: Option<usize>,
@@ -179,6 +199,8 @@ pub struct AttentionMixer {
     pub o_bias: bool,
     /// The vectors of q and k that are normed, if any.
     pub qk_norm: Option<QkNormWidth>,
+    /// The origin of the values.
+    pub values: Values,
     /// True if q, k and v are one tensor (phi3).
     pub fused: bool,
     /// True if the projection to queries also gives a gate for each value of the output, after the
@@ -209,7 +231,7 @@ impl DeltaMixer {
 /// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A head's query and key have `plain`
 /// columns and `rotated` ones; the rotated key is the same for all heads.
 ///
-/// The width of [`ModelConfig::heads`](super::ModelConfig) is that of the wider of keys and values.
+/// The width of the heads of its attention is that of the wider of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LatentMixer {
     /// The scores and the rope; its projections and norms are those of latents.
@@ -244,10 +266,22 @@ pub enum QkNormWidth {
     Whole,
 }
 
+/// The origin of the values of attention. Their norm is of each head, without a weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Values {
+    /// A projection of their own.
+    Projected,
+    /// The norm of a projection (Gemma 4).
+    Normed,
+    /// The norm of the projection to keys, before their own norm and rotation (Gemma 4).
+    NormedKeys,
+}
+
 impl AttentionMixer {
-    /// Returns the settings of its scores and mask, over `heads`.
-    pub fn kind(&self, heads: Heads) -> AttentionKind {
-        AttentionKind { heads, scale: self.scale, softcap: self.softcap, window: self.window }
+    /// Returns the settings of its scores and mask.
+    pub fn kind(&self) -> AttentionKind {
+        let AttentionMixer { heads, scale, softcap, window, .. } = *self;
+        AttentionKind { heads, scale, softcap, window }
     }
 }
 
@@ -294,6 +328,16 @@ pub struct Experts {
     pub shared: Option<SharedExpert>,
 }
 
+/// A gated MLP and a mixture of experts side by side, without a shared expert: their normed outputs
+/// add up. The router has a norm of its own, and a factor multiplies the weight of each expert.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MlpAndExperts {
+    /// The MLP that every token uses.
+    pub mlp: GatedMlp,
+    /// The experts beside it.
+    pub experts: Experts,
+}
+
 /// A gated MLP without biases that every token uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedExpert {
@@ -321,6 +365,12 @@ impl From<DeltaMixer> for TokenMixer {
     }
 }
 
+impl From<MlpAndExperts> for ChannelMixer {
+    fn from(both: MlpAndExperts) -> Self {
+        ChannelMixer::MlpAndExperts(both)
+    }
+}
+
 impl From<Experts> for ChannelMixer {
     fn from(experts: Experts) -> Self {
         ChannelMixer::Experts(experts)
@@ -335,6 +385,7 @@ impl BlockConfig {
             channel_mixer: mlp.into(),
             residual: ResidualPlan::PreNorm,
             residual_factor: 1.0,
+            has_output_factor: false,
         }
     }
 }

@@ -22,7 +22,7 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Inner width of the MLPs that are no experts, F.
     pub intermediate_size: usize,
-    /// Head counts and width of attention.
+    /// Head counts and width of attention, in most layers.
     pub heads: Heads,
     /// The parts of each block.
     pub blocks: Vec<BlockConfig>,
@@ -74,7 +74,7 @@ impl ModelConfig {
             let sum: usize = self.blocks.iter().map(|block| width(&block.token_mixer)).sum();
             sum as f64 / self.num_layers().max(1) as f64
         };
-        [mean(&|mixer| mixer.input_width(self.heads)), mean(&|mixer| mixer.output_width(self.heads))]
+        [mean(&TokenMixer::input_width), mean(&TokenMixer::output_width)]
     }
 
     /// Returns the Gated DeltaNet of each block that has it, in the order of the blocks.
@@ -87,7 +87,7 @@ impl ModelConfig {
 
     /// Returns the width of the widest first projections of a token mixer.
     pub fn token_mixer_width(&self) -> usize {
-        self.blocks.iter().map(|block| block.token_mixer.input_width(self.heads)).max().unwrap_or(0)
+        self.blocks.iter().map(|block| block.token_mixer.input_width()).max().unwrap_or(0)
     }
 
     /// Returns the experts of each block that has some, in the order of the blocks.
@@ -98,12 +98,14 @@ impl ModelConfig {
     /// Returns the inner width of the widest channel mixer as a token uses it: of experts, that of
     /// all that are chosen for it, and of the shared one.
     pub fn active_width(&self) -> usize {
+        let of_experts = |experts: &Experts| {
+            let shared = experts.shared.map_or(0, |shared| shared.width);
+            experts.router.chosen * experts.width + shared
+        };
         let width = |mixer: &ChannelMixer| match mixer {
             ChannelMixer::GatedMlp(_) | ChannelMixer::PlainMlp(_) => self.intermediate_size,
-            ChannelMixer::Experts(experts) => {
-                let shared = experts.shared.map_or(0, |shared| shared.width);
-                experts.router.chosen * experts.width + shared
-            }
+            ChannelMixer::Experts(experts) => of_experts(experts),
+            ChannelMixer::MlpAndExperts(both) => self.intermediate_size + of_experts(&both.experts),
         };
         self.blocks.iter().map(|block| width(&block.channel_mixer)).max().unwrap_or(0)
     }
@@ -112,6 +114,7 @@ impl ModelConfig {
     pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
         self.blocks.iter().filter_map(|block| match &block.channel_mixer {
             ChannelMixer::GatedMlp(mlp) => Some(mlp),
+            ChannelMixer::MlpAndExperts(both) => Some(&both.mlp),
             ChannelMixer::PlainMlp(_) | ChannelMixer::Experts(_) => None,
         })
     }

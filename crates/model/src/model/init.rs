@@ -26,7 +26,11 @@ pub fn initial_value(
                 let rate = |i: usize| (0.01 + 15.99 * stream.uniform(i as u64)).ln();
                 return (start..start + len).map(rate).collect();
             }
-            BlockPart::DeltaStep | BlockPart::DeltaNorm => return vec![1.0; len],
+            BlockPart::DeltaStep
+            | BlockPart::DeltaNorm
+            | BlockPart::RouterScale
+            | BlockPart::ExpertFactors
+            | BlockPart::OutputFactor => return vec![1.0; len],
             _ => {}
         }
     }

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, PlainMlp, QkNormWidth,
-    ResidualPlan, SharedExpert, TokenMixer,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
+    QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
@@ -109,14 +109,15 @@ impl LayoutTable<'_> {
 
     fn attention(&self, mixer: &AttentionMixer) -> Vec<BlockModule> {
         use BlockPart as P;
-        let (d, heads) = (self.0.hidden_size, self.0.heads);
+        let (d, heads) = (self.0.hidden_size, mixer.heads);
         let (q, kv, qkv) = (heads.q_width(), heads.kv_width(), heads.qkv_width());
         let mut rows = if mixer.fused {
             vec![self.linear(P::QkvProj, (qkv, d), mixer.qkv_bias)]
         } else {
             let with_gates = if mixer.has_gates { 2 * q } else { q };
-            let inputs = [(P::QProj, with_gates), (P::KProj, kv), (P::VProj, kv)];
-            inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).into()
+            let own_values = (mixer.values != Values::NormedKeys).then_some((P::VProj, kv));
+            let inputs = [(P::QProj, with_gates), (P::KProj, kv)].into_iter().chain(own_values);
+            inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).collect()
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
         let of_heads = |width: QkNormWidth| match width {
@@ -131,7 +132,8 @@ impl LayoutTable<'_> {
 
     fn latent(&self, mixer: &LatentMixer) -> Vec<BlockModule> {
         use BlockPart as P;
-        let (d, heads, bias) = (self.0.hidden_size, self.0.heads.num_heads, mixer.attention.qkv_bias);
+        let (heads, bias) = (mixer.attention.heads.num_heads, mixer.attention.qkv_bias);
+        let d = self.0.hidden_size;
         let (q, kv) = (heads * (mixer.plain + mixer.rotated), heads * (mixer.plain + mixer.value));
         let first = match mixer.q_rank {
             Some(rank) => self.linear(P::LatentQ, (rank, d), bias),
@@ -202,6 +204,19 @@ impl LayoutTable<'_> {
         routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
     }
 
+    fn mlp_and_experts(&self, mixer: &MlpAndExperts) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let d = self.0.hidden_size;
+        let norms = [P::MlpOutNorm, P::ExpertsNorm, P::ExpertsOutNorm];
+        let vectors = [(P::RouterScale, d), (P::ExpertFactors, mixer.experts.count)];
+        let norms = norms.map(|part| self.norm(part, d, self.0.hidden_norm.has_bias()));
+        let mut rows = self.gated_mlp(&mixer.mlp);
+        rows.extend(self.experts(&mixer.experts));
+        rows.extend(norms);
+        rows.extend(vectors.map(|(part, len)| self.norm(part, len, false)));
+        rows
+    }
+
     fn shared_expert(&self, SharedExpert { width, has_gate }: &SharedExpert) -> Vec<BlockModule> {
         use BlockPart as P;
         let d = self.0.hidden_size;
@@ -238,8 +253,10 @@ impl BlockLayout {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
             ChannelMixer::PlainMlp(mixer) => table.plain_mlp(mixer),
             ChannelMixer::Experts(mixer) => table.experts(mixer),
+            ChannelMixer::MlpAndExperts(mixer) => table.mlp_and_experts(mixer),
         });
         rows.extend(table.norms(block.residual));
+        rows.extend(block.has_output_factor.then(|| table.norm(BlockPart::OutputFactor, 1, false)));
         // Linear layers come before norms: runs number parameters and dropout masks in this order.
         rows.sort_by_key(|module| module.part.group().is_none());
         BlockLayout(rows)

@@ -35,13 +35,13 @@ pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights, DeltaState,
     DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights,
-    KeyValueCache, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SavedBytes, SharedExpertWeights,
-    TokenMixerWeights, backward, forward, recompute,
+    KeyValueCache, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights, SavedBytes,
+    SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
-    PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer,
+    MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

@@ -142,10 +142,11 @@ impl Rope {
             // The first Phi-3 files use this name for longrope.
             "yarn" if s.mentions("short_factor") => rope.longrope(s, context)?,
             "yarn" => rope.yarn(s, context, rotary_dim)?,
+            "proportional" => rope.proportional(s, context.head_dim)?,
             "longrope" | "su" => rope.longrope(s, context)?,
             other => {
                 return Err(Error::user(format!("`rope_scaling` has type \"{other}\""))
-                    .because("accepted: default, linear, dynamic, llama3, yarn, longrope"));
+                    .because("accepted: default, linear, dynamic, llama3, yarn, longrope, proportional"));
             }
         }
         rope.check(name)?;
@@ -238,6 +239,16 @@ impl Rope {
             let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
             *f = (f64::from(*f) / factor * interpolated + f64::from(*f) * (1.0 - interpolated)) as f32;
         }
+        Ok(())
+    }
+
+    /// Spreads the rotated pairs over whole heads (Gemma 4): the frequencies are those of a rope on
+    /// all columns, and the pairs beyond the rotated ones turn by 0.
+    fn proportional(&mut self, s: &ConfigReader<'_>, head_dim: usize) -> Result<()> {
+        let factor = if s.mentions("factor") { needed(s, "factor")? as f32 } else { 1.0 };
+        let (rotated, theta) = (self.inv_freq.len(), self.theta as f32);
+        let frequency = |i: usize| theta.powf((2 * i) as f32 / head_dim as f32).recip() / factor;
+        self.inv_freq = (0..head_dim / 2).map(|i| if i < rotated { frequency(i) } else { 0.0 }).collect();
         Ok(())
     }
 

@@ -9,8 +9,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer};
+use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer, Values};
 use super::config::ModelConfig;
+use crate::ops::attention::Heads;
 use crate::ops::experts::{Router, RouterScores};
 use crate::ops::gated_delta::DeltaHeads;
 
@@ -85,7 +86,12 @@ impl ModelConfig {
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
         match mixer {
             TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
-            TokenMixer::Attention(_) => ATTENTION.to_owned(),
+            TokenMixer::Attention(AttentionMixer { values: Values::Projected, .. }) => ATTENTION.to_owned(),
+            TokenMixer::Attention(AttentionMixer { heads, values, .. }) => {
+                let Heads { num_heads, num_kv_heads, head_dim } = heads;
+                let of = if *values == Values::NormedKeys { "keys" } else { "values" };
+                format!("attention of {num_heads} and {num_kv_heads} heads of {head_dim}, normed {of}")
+            }
             TokenMixer::Latent(LatentMixer { attention, plain, rotated, norm, .. }) => {
                 let in_pairs = self.ropes.get(attention.rope).is_some_and(|rope| rope.interleaved);
                 let how = if in_pairs { "in pairs" } else { "in halves" };

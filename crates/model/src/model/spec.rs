@@ -16,7 +16,8 @@ pub enum Role {
     Gate,
     /// A token table: decayed.
     Embedding,
-    /// A parameter of a recurrence that is no bias: decayed, not quantized.
+    /// A parameter of a recurrence or a router that is neither bias nor matrix: decayed, not
+    /// quantized.
     Recurrence,
     /// Values beside the weights that no optimizer updates: f32 in every run.
     Buffer,
@@ -131,7 +132,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
         let role = match part {
             ModelPart::EmbedTokens => Role::Embedding,
             ModelPart::Block { part: BlockPart::DeltaStep, .. } => Role::Bias,
-            ModelPart::Block { part: BlockPart::RouterBias, .. } => Role::Buffer,
+            ModelPart::Block { part, .. } if part.is_buffer() => Role::Buffer,
             ModelPart::Block { part, .. } if part.is_of_recurrence() => Role::Recurrence,
             ModelPart::Block { part, .. } if part.is_gate() => Role::Gate,
             norm if norm.is_norm() => Role::Norm,

@@ -47,14 +47,14 @@ const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 /// The head, which is beside the text model.
 const HEAD: &str = "lm_head";
 
-/// The end of the names of the biases that routers add to scores. No optimizer updates them, and
-/// outputs keep their dtype.
-const ROUTER_BIAS: &str = ".e_score_correction_bias";
+/// The ends of the names of values that no optimizer updates: biases that routers add to scores,
+/// and factors on the outputs of blocks. Outputs keep their dtype.
+const BUFFERS: [&str; 2] = [".e_score_correction_bias", ".layer_scalar"];
 
 /// Returns the dtype in which an output has the tensor `name`, stored as `stored`, if `dtype` is
 /// asked for.
 pub fn output_dtype(name: &str, stored: StoredDtype, dtype: Dtype) -> StoredDtype {
-    if name.ends_with(ROUTER_BIAS) { stored } else { stored.stored_as(dtype) }
+    if BUFFERS.iter().any(|end| name.ends_with(end)) { stored } else { stored.stored_as(dtype) }
 }
 
 /// The names of one file, or of the files of one model.

@@ -2,7 +2,8 @@
 //!
 //! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside
 //! `vision_config`). It computes texts without images like a text model of that family
-//! (transformers 5.24: `configuration_gemma3.py`, `configuration_mistral3.py`,
+//! (transformers 5.24: `configuration_gemma3.py`, `configuration_gemma4.py`,
+//! `configuration_gemma4_unified.py`, `configuration_mistral3.py`,
 //! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`, `configuration_qwen3_5.py`,
 //! `configuration_qwen3_5_moe.py`).
 
@@ -38,8 +39,10 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 8] = [
+const VISION_MODELS: [VisionModel; 10] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    vision("gemma4", "gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
+    vision("gemma4_unified", "gemma4_unified_text", "gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
     vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
     vision("mistral3", "ministral3", "ministral3", "Ministral3ForCausalLM"),
     vision("mistral3", "mistral4", "mistral4", "Mistral4ForCausalLM"),
@@ -178,6 +181,13 @@ mod tests {
             let mistral = part(&json!({"model_type": "mistral3", "text_config": {"model_type": named}}));
             assert_eq!(mistral.unwrap_or_default()["model_type"], same);
         }
+        let gemma = part(&json!({"model_type": "gemma4_unified", "audio_config": {}, "vision_config": {},
+            "text_config": {"model_type": "gemma4_unified_text", "tie_word_embeddings": true}}));
+        let gemma = gemma.unwrap_or_default();
+        assert_eq!(
+            (&gemma["model_type"], &gemma["architectures"][0], &gemma["tie_word_embeddings"]),
+            (&json!("gemma4_unified_text"), &json!("Gemma4UnifiedForCausalLM"), &json!(true))
+        );
         let qwen =
             part(&json!({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"},
             "vision_config": {}, "tie_word_embeddings": true}));

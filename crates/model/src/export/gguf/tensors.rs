@@ -169,6 +169,12 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::AttnPostNorm => "post_attention_norm",
         BlockPart::MlpNorm => facts.mlp_norm,
         BlockPart::MlpPostNorm => "post_ffw_norm",
+        BlockPart::MlpOutNorm => "post_ffw_norm_1",
+        BlockPart::ExpertsNorm => "pre_ffw_norm_2",
+        BlockPart::ExpertsOutNorm => "post_ffw_norm_2",
+        BlockPart::RouterScale => "ffn_gate_inp_s",
+        BlockPart::ExpertFactors => "ffn_down_exps_s",
+        BlockPart::OutputFactor => "layer_output_scale",
     }
 }
 

@@ -6,8 +6,9 @@
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
 //! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
-//! of `q_proj` (Qwen3.5). Backward recomputes rotated heads and gated outputs, which are
-//! elementwise.
+//! of `q_proj` (Qwen3.5). Values may have a norm of each head too, and be the projection to keys
+//! (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes rotated heads, normed
+//! values and gated outputs, which are elementwise.
 
 use std::ops::Range;
 
@@ -15,14 +16,15 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
-use crate::model::composition::{AttentionMixer, QkNormWidth};
+use crate::model::composition::{AttentionMixer, QkNormWidth, Values};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
 use crate::ops::ColumnView;
 use crate::ops::attention::{AttentionOutput, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::elementwise::add;
 use crate::ops::glu::{Activation, glu, glu_backward};
-use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{columns_of, converted};
@@ -53,13 +55,8 @@ pub(super) struct AttentionSaved {
 
 impl AttentionSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(
-        config: &ModelConfig,
-        mixer: &AttentionMixer,
-        tokens: usize,
-        dtype: DType,
-    ) -> Vec<(&'static str, usize)> {
-        let heads = config.heads;
+    pub(super) fn parts(mixer: &AttentionMixer, tokens: usize, dtype: DType) -> Vec<(&'static str, usize)> {
+        let heads = mixer.heads;
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
         let mut parts = vec![
             ("q, k and v", rows(heads.qkv_width())),
@@ -88,8 +85,8 @@ pub struct KeyValueCache {
 
 impl KeyValueCache {
     /// Creates an empty cache for `capacity` tokens.
-    pub(super) fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let shape = (capacity, config.heads.kv_width());
+    pub(super) fn new(heads: Heads, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let shape = (capacity, heads.kv_width());
         let zeros = || TensorMut::zeros(shape, dtype, device);
         Ok(KeyValueCache { k: zeros()?, v: zeros()?, len: 0 })
     }
@@ -126,11 +123,15 @@ impl AttentionWeights {
         cache: Option<&mut KeyValueCache>,
     ) -> Result<(Tensor, AttentionSaved)> {
         let (raw, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
+        let heads = self.mixer.heads;
         let (qkv, gates) = if self.mixer.has_gates {
-            let order = GateOrder::new(pass.config.heads);
+            let order = GateOrder::new(heads);
             let (qkv, gates) = (columns_of(&raw, &order.qkv)?, columns_of(&raw, &order.gates)?);
             drop(raw);
             (qkv, Some(gates))
+        } else if self.mixer.values == Values::NormedKeys {
+            let keys = heads.q_width()..heads.qk_width();
+            (columns_of(&raw, &[0..heads.qk_width(), keys])?, None)
         } else {
             (raw, None)
         };
@@ -151,9 +152,9 @@ impl AttentionWeights {
         qkv: &Tensor,
         cache: Option<&mut KeyValueCache>,
     ) -> Result<AttentionOutput> {
-        let rotated = self.rotate(pass, qkv)?;
-        let inputs = attention_inputs(pass.config, &rotated, qkv);
-        let kind = self.mixer.kind(pass.config.heads);
+        let (rotated, values) = (self.rotate(pass, qkv)?, self.normed_values(pass.config, qkv)?);
+        let inputs = self.inputs(&rotated, qkv, values.as_ref());
+        let kind = self.mixer.kind();
         let context = pass.context;
         match cache {
             None => attention(inputs, context.spans, kind, context.attention),
@@ -174,25 +175,71 @@ impl AttentionWeights {
         dattended: Tensor,
     ) -> Result<TensorMut> {
         let dqkv = {
-            let rotated = self.rotate(pass, qkv)?;
-            let inputs = attention_inputs(pass.config, &rotated, qkv);
+            let (rotated, values) = (self.rotate(pass, qkv)?, self.normed_values(pass.config, qkv)?);
+            let inputs = self.inputs(&rotated, qkv, values.as_ref());
             TensorMut::new(attention_backward(
                 inputs,
                 attended,
                 &dattended,
                 pass.context.spans,
-                self.mixer.kind(pass.config.heads),
+                self.mixer.kind(),
                 pass.context.attention,
             )?)
         };
         drop(dattended);
         self.rotate_backward(pass, qkv, &dqkv)?;
+        self.norm_values_backward(pass.config, qkv, &dqkv)?;
         Ok(dqkv)
+    }
+
+    /// Returns the normed values, `[N, K head_dim]`, if they have a norm.
+    fn normed_values(&self, config: &ModelConfig, qkv: &Tensor) -> Result<Option<Tensor>> {
+        if self.mixer.values == Values::Projected {
+            return Ok(None);
+        }
+        let (rows, ones) = (self.value_rows(qkv)?, self.ones(qkv)?);
+        let normed = rms_norm(&rows, &ones, weightless(config.norm))?;
+        Ok(Some(normed.reshape((qkv.dim(0)?, self.mixer.heads.kv_width()))?))
+    }
+
+    /// Converts the gradient of normed values in `dqkv` to that of the raw values.
+    fn norm_values_backward(&self, config: &ModelConfig, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
+        if self.mixer.values == Values::Projected {
+            return Ok(());
+        }
+        let (raw, dy, ones) = (self.value_rows(qkv)?, self.value_rows(dqkv)?, self.ones(qkv)?);
+        let dx = rms_norm_backward(&raw, &ones, &dy, None, None, None, weightless(config.norm))?;
+        let heads = self.mixer.heads;
+        Ok(dqkv.slice_set(&dx.reshape((qkv.dim(0)?, heads.kv_width()))?, 1, heads.qk_width())?)
+    }
+
+    /// Returns the values in `qkv`, `[N K, head_dim]`.
+    fn value_rows(&self, qkv: &Tensor) -> Result<Tensor> {
+        let heads = self.mixer.heads;
+        let values = qkv.narrow(1, heads.qk_width(), heads.kv_width())?.contiguous()?;
+        Ok(values.reshape((qkv.dim(0)? * heads.num_kv_heads, heads.head_dim))?)
+    }
+
+    /// Returns the weight of a norm without one, `[head_dim]`.
+    fn ones(&self, qkv: &Tensor) -> Result<Tensor> {
+        Ok(Tensor::ones(self.mixer.heads.head_dim, qkv.dtype(), qkv.device())?)
+    }
+
+    /// Takes q and k from the rotated tensor, and v from the normed `values` or from the raw
+    /// projection.
+    fn inputs<'a>(&self, rotated: &'a Tensor, qkv: &'a Tensor, values: Option<&'a Tensor>) -> Qkv<'a> {
+        let heads = self.mixer.heads;
+        let raw = || ColumnView { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() };
+        Qkv {
+            q: ColumnView { tensor: rotated, start: 0, len: heads.q_width() },
+            k: ColumnView { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
+            v: values.map_or_else(raw, ColumnView::all),
+        }
     }
 
     /// Returns the normed and rotated q and k, `[N, (H + K) head_dim]`, from the raw projection.
     fn rotate(&self, pass: LayerPass<'_>, qkv: &Tensor) -> Result<Tensor> {
-        let (heads, table) = (pass.config.heads, self.table(pass));
+        let (heads, table) = (self.mixer.heads, self.table(pass));
         let normed = self.whole_norm(pass.config, qkv)?;
         let rotated =
             rotary(normed.as_ref().unwrap_or(qkv), heads, self.head_norm(pass.config), &table.rotary)?;
@@ -204,15 +251,15 @@ impl AttentionWeights {
 
     /// Converts the gradient of the rotated q and k in `dqkv` to that of the raw projection.
     fn rotate_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
-        let (config, table) = (pass.config, self.table(pass));
+        let (config, heads, table) = (pass.config, self.mixer.heads, self.table(pass));
         if let Some(factors) = &table.query_factors {
-            let dq = dqkv.narrow(1, 0, config.heads.q_width())?.into_tensor();
+            let dq = dqkv.narrow(1, 0, heads.q_width())?.into_tensor();
             dqkv.slice_set(&dq.broadcast_mul(&factors.to_dtype(dq.dtype())?)?, 1, 0)?;
         }
         let normed = self.whole_norm(config, qkv)?;
         let raw = normed.as_ref().unwrap_or(qkv);
-        rotary_backward(raw, dqkv, config.heads, self.head_norm(config), &table.rotary)?;
-        for (start, len, norm) in self.whole_norms(config) {
+        rotary_backward(raw, dqkv, heads, self.head_norm(config), &table.rotary)?;
+        for (start, len, norm) in self.whole_norms() {
             let columns =
                 |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.narrow(1, start, len)?.contiguous()?) };
             let dy = columns(dqkv)?;
@@ -236,8 +283,8 @@ impl AttentionWeights {
 
     /// Returns start and length of the columns of q and of k with their norms, if these see all
     /// heads together.
-    fn whole_norms(&self, config: &ModelConfig) -> Vec<(usize, usize, &Param)> {
-        let heads = config.heads;
+    fn whole_norms(&self) -> Vec<(usize, usize, &Param)> {
+        let heads = self.mixer.heads;
         match &self.qk_norm {
             Some((q, k)) if self.mixer.qk_norm == Some(QkNormWidth::Whole) => {
                 vec![(0, heads.q_width(), q), (heads.q_width(), heads.kv_width(), k)]
@@ -248,11 +295,11 @@ impl AttentionWeights {
 
     /// Returns the projection with normed q and k, if the norms see all heads together.
     fn whole_norm(&self, config: &ModelConfig, qkv: &Tensor) -> Result<Option<Tensor>> {
-        let heads = config.heads;
+        let heads = self.mixer.heads;
         let normed = |(start, len, norm): (usize, usize, &Param)| {
             rms_norm(&qkv.narrow(1, start, len)?.contiguous()?, &norm.value, config.norm)
         };
-        let mut parts = self.whole_norms(config).into_iter().map(normed).collect::<Result<Vec<_>>>()?;
+        let mut parts = self.whole_norms().into_iter().map(normed).collect::<Result<Vec<_>>>()?;
         if parts.is_empty() {
             return Ok(None);
         }
@@ -274,7 +321,7 @@ impl AttentionWeights {
         saved: &AttentionSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (config, source) = (pass.config, pass.source());
+        let (heads, source) = (self.mixer.heads, pass.source());
         let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
         drop(dout);
         let (dattended, dgates) = match &saved.gates {
@@ -290,7 +337,7 @@ impl AttentionWeights {
                 // The gated output takes the place of its gradient.
                 pending.add(&dgated)?;
                 drop(dgated);
-                let q = config.heads.q_width();
+                let q = heads.q_width();
                 let half = |range| columns_of(&d, std::slice::from_ref(&range));
                 (half(q..2 * q)?, Some(half(0..q)?))
             }
@@ -301,8 +348,16 @@ impl AttentionWeights {
             Some(dgates) => {
                 let both = Tensor::cat(&[&dqkv.into_tensor(), &dgates], 1)?;
                 drop(dgates);
-                TensorMut::new(columns_of(&both, &GateOrder::new(config.heads).raw)?)
+                TensorMut::new(columns_of(&both, &GateOrder::new(heads).raw)?)
             }
+        };
+        let dqkv = if self.mixer.values == Values::NormedKeys {
+            let dvalues = dqkv.narrow(1, heads.qk_width(), heads.kv_width())?.into_tensor();
+            let dkeys = dqkv.narrow(1, heads.q_width(), heads.kv_width())?.into_tensor();
+            dqkv.slice_set(&add(&dkeys.contiguous()?, &dvalues.contiguous()?)?, 1, heads.q_width())?;
+            TensorMut::new(columns_of(&dqkv, std::slice::from_ref(&(0..heads.qk_width())))?)
+        } else {
+            dqkv
         };
         let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
@@ -336,12 +391,7 @@ impl GateOrder {
     }
 }
 
-/// Takes q and k from the rotated tensor, v from the raw projection.
-fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tensor) -> Qkv<'a> {
-    let heads = config.heads;
-    Qkv {
-        q: ColumnView { tensor: rotated, start: 0, len: heads.q_width() },
-        k: ColumnView { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
-        v: ColumnView { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() },
-    }
+/// Returns the norm of this epsilon for a weight of ones.
+fn weightless(norm: NormKind) -> NormKind {
+    NormKind { unit_offset: false, ..norm }
 }

@@ -2,14 +2,16 @@
 
 use candle_core::{DType, Tensor};
 
-use super::experts::{ExpertWeights, ExpertsSaved, ExpertsWeights, PendingExperts};
+use super::experts::{ExpertsSaved, ExpertsWeights, PendingExperts};
 use super::gated_mlp::{GatedMlpSaved, GatedMlpWeights};
+use super::mlp_and_experts::{MlpAndExpertsSaved, MlpAndExpertsWeights};
 use super::plain_mlp::{PlainMlpSaved, PlainMlpWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::model::composition::ChannelMixer;
 use crate::model::linear::{MergedLinear, PendingGradients};
+use crate::ops::elementwise::add;
 
 /// The parameters of a channel mixer.
 #[derive(Debug, Clone)]
@@ -19,7 +21,9 @@ pub enum ChannelMixerWeights {
     /// An MLP without a gate.
     PlainMlp(PlainMlpWeights),
     /// A mixture of experts.
-    Experts(ExpertsWeights),
+    Experts(Box<ExpertsWeights>),
+    /// An MLP and a mixture of experts side by side.
+    MlpAndExperts(Box<MlpAndExpertsWeights>),
 }
 
 impl ChannelMixerWeights {
@@ -28,14 +32,10 @@ impl ChannelMixerWeights {
         match self {
             ChannelMixerWeights::GatedMlp(mlp) => vec![&mut mlp.gate_up, &mut mlp.down],
             ChannelMixerWeights::PlainMlp(mlp) => vec![&mut mlp.up, &mut mlp.down],
-            ChannelMixerWeights::Experts(experts) => {
-                let of_experts = experts.experts.iter_mut();
-                let of_shared =
-                    experts.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
-                of_experts
-                    .flat_map(|ExpertWeights { gate_up, down }| [gate_up, down])
-                    .chain(of_shared)
-                    .collect()
+            ChannelMixerWeights::Experts(experts) => experts.linears(),
+            ChannelMixerWeights::MlpAndExperts(both) => {
+                let mlp = [&mut both.mlp.gate_up, &mut both.mlp.down];
+                mlp.into_iter().chain(both.experts.linears()).collect()
             }
         }
     }
@@ -45,6 +45,8 @@ impl ChannelMixerWeights {
     pub(super) fn panels(&mut self, is_read: bool) -> Vec<&mut MergedLinear> {
         match self {
             ChannelMixerWeights::Experts(_) => Vec::new(),
+            // The norm of the MLP's output always reads it.
+            ChannelMixerWeights::MlpAndExperts(both) => vec![&mut both.mlp.gate_up, &mut both.mlp.down],
             mlp => mlp.linears().into_iter().take(if is_read { 2 } else { 1 }).collect(),
         }
     }
@@ -66,8 +68,13 @@ impl ChannelMixerWeights {
                 Ok((out, ChannelMixerSaved::PlainMlp(saved)))
             }
             ChannelMixerWeights::Experts(experts) => {
-                let (out, saved) = experts.forward(pass, x, residual)?;
+                let (out, saved) = experts.forward(pass, x.into(), residual)?;
                 Ok((out, ChannelMixerSaved::Experts(saved)))
+            }
+            ChannelMixerWeights::MlpAndExperts(both) => {
+                let (out, saved) = both.forward(pass, x)?;
+                let out = residual.map_or(Ok(out.clone()), |residual| add(residual, &out))?;
+                Ok((out, ChannelMixerSaved::MlpAndExperts(Box::new(saved))))
             }
         }
     }
@@ -79,6 +86,10 @@ impl ChannelMixerWeights {
             ChannelMixerWeights::PlainMlp(mlp) => mlp.recompute(pass, x).map(ChannelMixerSaved::PlainMlp),
             ChannelMixerWeights::Experts(experts) => {
                 experts.recompute(pass, x).map(ChannelMixerSaved::Experts)
+            }
+            ChannelMixerWeights::MlpAndExperts(both) => {
+                let (_, saved) = both.forward(pass, x)?;
+                Ok(ChannelMixerSaved::MlpAndExperts(Box::new(saved)))
             }
         }
     }
@@ -101,6 +112,10 @@ impl ChannelMixerWeights {
             (ChannelMixerWeights::Experts(experts), ChannelMixerSaved::Experts(saved)) => {
                 experts.backward(pass, saved, half)
             }
+            (ChannelMixerWeights::MlpAndExperts(both), ChannelMixerSaved::MlpAndExperts(saved)) => {
+                let dinput = Some(both.backward(pass, saved, &half.dout)?);
+                Ok(MixerGradients { dinput, pending: PendingMixer::Done })
+            }
             _ => Err(Error::internal("the saved tensors are of another channel mixer")),
         }
     }
@@ -112,6 +127,7 @@ pub(super) enum ChannelMixerSaved {
     GatedMlp(GatedMlpSaved),
     PlainMlp(PlainMlpSaved),
     Experts(ExpertsSaved),
+    MlpAndExperts(Box<MlpAndExpertsSaved>),
 }
 
 impl ChannelMixerSaved {
@@ -126,6 +142,7 @@ impl ChannelMixerSaved {
             ChannelMixer::GatedMlp(_) => GatedMlpSaved::parts(config, tokens, dtype).into(),
             ChannelMixer::PlainMlp(_) => PlainMlpSaved::parts(config, tokens, dtype).into(),
             ChannelMixer::Experts(experts) => ExpertsSaved::parts(experts, tokens, dtype).into(),
+            ChannelMixer::MlpAndExperts(both) => MlpAndExpertsSaved::parts(config, both, tokens, dtype),
         }
     }
 
@@ -134,6 +151,7 @@ impl ChannelMixerSaved {
         match self {
             ChannelMixerSaved::GatedMlp(_) | ChannelMixerSaved::PlainMlp(_) => None,
             ChannelMixerSaved::Experts(saved) => Some(saved.loads()),
+            ChannelMixerSaved::MlpAndExperts(saved) => Some(saved.loads()),
         }
     }
 
@@ -144,6 +162,7 @@ impl ChannelMixerSaved {
             ChannelMixerSaved::GatedMlp(mlp) => mlp.tensors(),
             ChannelMixerSaved::PlainMlp(mlp) => mlp.tensors(),
             ChannelMixerSaved::Experts(experts) => experts.tensors(),
+            ChannelMixerSaved::MlpAndExperts(both) => both.tensors(),
         }
     }
 }
@@ -152,6 +171,8 @@ impl ChannelMixerSaved {
 pub(super) enum PendingMixer<'w> {
     Linear(PendingGradients<'w>),
     Experts(PendingExperts<'w>),
+    /// None: all are added.
+    Done,
 }
 
 impl<'w> From<PendingGradients<'w>> for PendingMixer<'w> {
@@ -172,6 +193,7 @@ impl PendingMixer<'_> {
         match self {
             PendingMixer::Linear(pending) => pending.reads_input(),
             PendingMixer::Experts(pending) => pending.reads_input(),
+            PendingMixer::Done => false,
         }
     }
 
@@ -180,6 +202,7 @@ impl PendingMixer<'_> {
         match self {
             PendingMixer::Linear(pending) => pending.add(x),
             PendingMixer::Experts(pending) => pending.add(x),
+            PendingMixer::Done => Ok(()),
         }
     }
 }

@@ -7,7 +7,8 @@
 //! The rows of an expert's tokens are copied side by side, so that each of its layers is one
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
 //! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order
-//! of the experts. Backward recomputes the gated products and the copies of the rows.
+//! of the experts. Stored factors may multiply the weights (Gemma 4). Backward recomputes the gated
+//! products and the copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -16,10 +17,11 @@ use candle_core::{DType, Tensor};
 use super::shared_expert::{PendingShared, SharedExpertSaved, SharedExpertWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
+use crate::model::Param;
 use crate::model::composition::Experts;
 use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
 use crate::model::lora::DropoutSource;
-use crate::ops::elementwise::add;
+use crate::ops::elementwise::{add, add_into};
 use crate::ops::embedding::embed;
 use crate::ops::experts::{
     ExpertChoice, ExpertRows, RowsOfExpert, balance_experts, choose_experts, choose_experts_backward,
@@ -38,6 +40,8 @@ pub struct ExpertsWeights {
     pub router: MergedLinear,
     /// The biases of the experts' scores, for the choice: `[E]` f32.
     pub bias: Option<Tensor>,
+    /// Factors on the weights of the experts, `[E]`.
+    pub factors: Option<Param>,
     /// The experts, in the order of their numbers.
     pub experts: Vec<ExpertWeights>,
     /// The expert of every token.
@@ -82,6 +86,36 @@ impl ExpertBalance {
     }
 }
 
+/// The inputs of a mixture, `[N, D]` each and most often the same.
+#[derive(Clone, Copy)]
+pub(super) struct ExpertsInput<'a> {
+    pub(super) experts: &'a Tensor,
+    pub(super) router: &'a Tensor,
+}
+
+impl<'a> From<&'a Tensor> for ExpertsInput<'a> {
+    fn from(x: &'a Tensor) -> Self {
+        ExpertsInput { experts: x, router: x }
+    }
+}
+
+/// The results of a router's backward.
+pub(super) struct RouterGradients<'w> {
+    /// The gradient of its input, if something reads it.
+    pub(super) dinput: Option<Tensor>,
+    /// Gradients of its parameters.
+    pub(super) pending: PendingGradients<'w>,
+}
+
+/// The results of the backward of router and experts.
+struct InnerGradients<'w> {
+    /// The gradients of the rows of the experts' input, `[R, D]`, if something reads them.
+    dx: Option<TensorMut>,
+    /// Of each expert that has rows.
+    experts: Vec<PendingGradients<'w>>,
+    router: RouterGradients<'w>,
+}
+
 /// The tensors that backward needs.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertsSaved {
@@ -99,7 +133,8 @@ pub(super) struct ExpertsSaved {
 
 /// Gradients that need the mixer's input.
 pub(super) struct PendingExperts<'w> {
-    router: PendingGradients<'w>,
+    /// `None` if the router has an input of its own.
+    router: Option<PendingGradients<'w>>,
     rows: ExpertRows,
     /// Of each expert that has rows.
     experts: Vec<PendingGradients<'w>>,
@@ -110,12 +145,13 @@ impl PendingExperts<'_> {
     /// Returns whether a gradient needs the input.
     pub(super) fn reads_input(&self) -> bool {
         let shared = self.shared.as_ref().is_some_and(PendingShared::reads_input);
-        shared || self.router.reads_input() || self.experts.iter().any(PendingGradients::reads_input)
+        let router = self.router.as_ref().is_some_and(PendingGradients::reads_input);
+        shared || router || self.experts.iter().any(PendingGradients::reads_input)
     }
 
     /// Adds the gradients, given the mixer's input, `x: [N, D]`.
     pub(super) fn add(self, x: &Tensor) -> Result<()> {
-        self.router.add(x)?;
+        self.router.map_or(Ok(()), |router| router.add(x))?;
         self.shared.map_or(Ok(()), |shared| shared.add(x))?;
         if !self.experts.iter().any(PendingGradients::reads_input) {
             return Ok(());
@@ -171,16 +207,29 @@ fn copied(x: &Tensor, rows: &ExpertRows) -> Result<Tensor> {
     embed(x, rows.tokens(), 1.0, x.dtype())
 }
 
+/// Returns the factor of each expert of a choice, `[N, k]` f32.
+fn factors_of(factors: &Param, choice: &ExpertChoice) -> Result<Tensor> {
+    let factors = factors.value.to_dtype(DType::F32)?;
+    Ok(factors.index_select(&choice.ids.flatten_all()?, 0)?.reshape(choice.ids.shape())?)
+}
+
 impl ExpertsWeights {
-    /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
-    /// needs.
+    /// Returns the linear layers of experts for changes to them.
+    pub(super) fn linears(&mut self) -> Vec<&mut MergedLinear> {
+        let of_experts = self.experts.iter_mut().flat_map(|expert| [&mut expert.gate_up, &mut expert.down]);
+        let of_shared = self.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
+        of_experts.chain(of_shared).collect()
+    }
+
+    /// Computes the normed `input` → `[N, D]` plus `residual`, and the tensors that backward needs.
     pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
-        x: &Tensor,
+        input: ExpertsInput<'_>,
         residual: Option<&Tensor>,
     ) -> Result<(Tensor, ExpertsSaved)> {
-        let (mut saved, product) = self.gated(pass, x)?;
+        let x = input.experts;
+        let (mut saved, product) = self.gated(pass, input)?;
         let (rows, _) = product.dims2()?;
         let y = empty(rows, x.dim(1)?, x.dtype(), x.device())?;
         for (RowsOfExpert { expert, start, len }, loras) in saved.rows.of_experts().zip(&mut saved.loras) {
@@ -200,7 +249,7 @@ impl ExpertsWeights {
     /// Works like [`ExpertsWeights::forward`] without its output, so without the products of
     /// `down_proj`.
     pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ExpertsSaved> {
-        let (mut saved, product) = self.gated(pass, x)?;
+        let (mut saved, product) = self.gated(pass, x.into())?;
         for (RowsOfExpert { expert, start, len }, loras) in saved.rows.of_experts().zip(&mut saved.loras) {
             let product = || Ok(product.narrow(0, start, len)?);
             loras[1] = linear::recompute(&self.experts[expert].down, product, pass.branch())?;
@@ -211,14 +260,15 @@ impl ExpertsWeights {
 
     /// Chooses the experts and computes the weighted input of their `down_proj`, `[R, F]`. The
     /// adapters of `down_proj` and the shared expert are still missing.
-    fn gated(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<(ExpertsSaved, Tensor)> {
+    fn gated(&self, pass: LayerPass<'_>, input: ExpertsInput<'_>) -> Result<(ExpertsSaved, Tensor)> {
         let mixer = &self.mixer;
+        let x = input.router;
         let logits = empty(x.dim(0)?, mixer.count, logits_dtype(mixer, x.dtype()), x.device())?;
         let router = linear::forward_into(&self.router, x, &logits, Addend::Nothing, pass.branch())?;
         let logits = logits.into_tensor();
         let choice = choose_experts(&logits, self.bias.as_ref(), mixer.router)?;
         let rows = ExpertRows::of(&choice, mixer.count)?;
-        let x = copied(x, &rows)?;
+        let x = copied(input.experts, &rows)?;
         let gate_up = empty(x.dim(0)?, 2 * mixer.width, x.dtype(), x.device())?;
         let through = |RowsOfExpert { expert, start, len }| -> Result<[LoraSaved; 2]> {
             let (x, y) = (x.narrow(0, start, len)?, gate_up.narrow(0, start, len)?);
@@ -229,7 +279,7 @@ impl ExpertsWeights {
         let loras = rows.of_experts().map(through).collect::<Result<_>>()?;
         drop(x);
         let gate_up = gate_up.into_tensor();
-        let product = scale_rows(&glu(&gate_up, mixer.activation)?, &choice.weights, &rows)?;
+        let product = scale_rows(&glu(&gate_up, mixer.activation)?, &self.weights(&choice)?, &rows)?;
         Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared: None }, product))
     }
 
@@ -241,8 +291,46 @@ impl ExpertsWeights {
         saved: &ExpertsSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
+        let rows = &saved.rows;
+        let InnerGradients { dx, experts, router } = self.backward_inside(pass, saved, &dout, need_dx)?;
+        let mut around = router.dinput;
+        let mut pending_shared = None;
+        if let (Some(shared), Some(saved)) = (&self.shared, &saved.shared) {
+            let (through, pending) = shared.backward(pass, saved, MixerBackward { dout, need_dx })?;
+            around = around.zip(through).map(|(a, b)| add(&a, &b)).transpose()?;
+            pending_shared = Some(pending);
+        }
+        let dinput = dx.map(|dx| combine_rows(&dx, rows, around.as_ref())).transpose()?;
+        let router = Some(router.pending);
+        let pending = PendingExperts { router, rows: rows.clone(), experts, shared: pending_shared };
+        Ok(MixerGradients { dinput, pending: pending.into() })
+    }
+
+    /// Works like [`ExpertsWeights::backward`] without a shared expert, for a router with an input
+    /// of its own.
+    pub(super) fn backward_apart(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &ExpertsSaved,
+        MixerBackward { dout, need_dx }: MixerBackward,
+    ) -> Result<(MixerGradients<'_>, RouterGradients<'_>)> {
+        let rows = &saved.rows;
+        let InnerGradients { dx, experts, router } = self.backward_inside(pass, saved, &dout, need_dx)?;
+        let dinput = dx.map(|dx| combine_rows(&dx, rows, None)).transpose()?;
+        let pending = PendingExperts { router: None, rows: rows.clone(), experts, shared: None };
+        Ok((MixerGradients { dinput, pending: pending.into() }, router))
+    }
+
+    /// Computes the backward of router and experts, up to their inputs.
+    fn backward_inside(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &ExpertsSaved,
+        dout: &Tensor,
+        need_dx: bool,
+    ) -> Result<InnerGradients<'_>> {
         let (mixer, source, rows) = (&self.mixer, pass.source(), &saved.rows);
-        let (dproduct, dweights) = self.through_down(saved, &dout, source)?;
+        let (dproduct, dweights) = self.through_down(saved, dout, source)?;
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, mixer.activation)?;
         drop(dproduct);
         let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
@@ -254,25 +342,38 @@ impl ExpertsWeights {
         };
         let experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         drop(dgate_up);
+        let dweights = self.weights_backward(&saved.choice, dweights)?;
         let dlogits = choose_experts_backward(&saved.logits, &saved.choice, &dweights, mixer.router)?;
         let dlogits = TensorMut::new(dlogits);
         if let Some(balance) = pass.context.balance {
             balance.add(balance_experts(&saved.logits, &balance.pull, &dlogits)?);
         }
-        let around = || empty(dout.dim(0)?, width, dout.dtype(), dout.device());
-        let around = need_dx.then(around).transpose()?;
-        let router = linear::backward_parts(&self.router, &saved.router, &dlogits, around.as_ref(), source)?;
-        let mut around = around.map(TensorMut::into_tensor);
-        let mut pending_shared = None;
-        if let (Some(shared), Some(saved)) = (&self.shared, &saved.shared) {
-            let (through, pending) = shared.backward(pass, saved, MixerBackward { dout, need_dx })?;
-            around = around.zip(through).map(|(a, b)| add(&a, &b)).transpose()?;
-            pending_shared = Some(pending);
-        }
-        let dinput = dx.map(|dx| combine_rows(&dx, rows, around.as_ref())).transpose()?;
+        let dinput = || empty(dout.dim(0)?, width, dout.dtype(), dout.device());
+        let dinput = need_dx.then(dinput).transpose()?;
+        let pending = linear::backward_parts(&self.router, &saved.router, &dlogits, dinput.as_ref(), source)?;
+        let dinput = dinput.map(TensorMut::into_tensor);
         self.clear_others(rows)?;
-        let pending = PendingExperts { router, rows: rows.clone(), experts, shared: pending_shared };
-        Ok(MixerGradients { dinput, pending: pending.into() })
+        Ok(InnerGradients { dx, experts, router: RouterGradients { dinput, pending } })
+    }
+
+    /// Returns the weights of a choice with the stored factors, `[N, k]` f32.
+    fn weights(&self, choice: &ExpertChoice) -> Result<Tensor> {
+        match &self.factors {
+            None => Ok(choice.weights.clone()),
+            Some(factors) => Ok((&choice.weights * factors_of(factors, choice)?)?),
+        }
+    }
+
+    /// Returns the gradient of the weights of a choice from that with the stored factors, and adds
+    /// the gradient of the factors.
+    fn weights_backward(&self, choice: &ExpertChoice, dweights: Tensor) -> Result<Tensor> {
+        let Some(factors) = &self.factors else { return Ok(dweights) };
+        if let Some(grad) = &factors.grad {
+            let products = (&dweights * &choice.weights)?.flatten_all()?;
+            let sums = Tensor::zeros(self.mixer.count, DType::F32, products.device())?;
+            add_into(grad, &sums.index_add(&choice.ids.flatten_all()?, &products, 0)?)?;
+        }
+        Ok((dweights * factors_of(factors, choice)?)?)
     }
 
     /// Returns the gradients of the gated products, `[R, F]`, and of the weights of the choice,
@@ -291,7 +392,7 @@ impl ExpertsWeights {
         };
         let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);
-        let dweights = scale_rows_backward(&product, &dproduct, &saved.choice.weights, &saved.rows)?;
+        let dweights = scale_rows_backward(&product, &dproduct, &self.weights(&saved.choice)?, &saved.rows)?;
         for (pending, RowsOfExpert { start, len, .. }) in pending.into_iter().zip(saved.rows.of_experts()) {
             pending.add(&product.narrow(0, start, len)?.into_tensor())?;
         }

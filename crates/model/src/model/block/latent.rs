@@ -19,10 +19,10 @@ use candle_core::{DType, Tensor};
 use super::attention::{AttentionWeights, KeyValueCache};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
+use crate::model::Param;
 use crate::model::composition::LatentMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::lora::DropoutSource;
-use crate::model::{ModelConfig, Param};
 use crate::ops::attention::{AttentionOutput, Heads};
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::runtime::TensorMut;
@@ -68,13 +68,8 @@ pub(super) struct LatentSaved {
 
 impl LatentSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(
-        config: &ModelConfig,
-        mixer: &LatentMixer,
-        tokens: usize,
-        dtype: DType,
-    ) -> Vec<(&'static str, usize)> {
-        let (heads, columns) = (config.heads, LatentColumns::new(mixer, config.heads));
+    pub(super) fn parts(mixer: &LatentMixer, tokens: usize, dtype: DType) -> Vec<(&'static str, usize)> {
+        let (heads, columns) = (mixer.attention.heads, LatentColumns::new(mixer));
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
         let mut parts = vec![
             ("latents of attention", rows(columns.first())),
@@ -109,7 +104,8 @@ struct LatentColumns {
 }
 
 impl LatentColumns {
-    fn new(mixer: &LatentMixer, heads: Heads) -> Self {
+    fn new(mixer: &LatentMixer) -> Self {
+        let heads = mixer.attention.heads;
         let q = heads.num_heads * (mixer.plain + mixer.rotated);
         let kv = heads.num_heads * (mixer.plain + mixer.value);
         LatentColumns { heads, mixer: *mixer, q, first_q: mixer.q_rank.unwrap_or(q), kv }
@@ -247,7 +243,7 @@ impl LatentWeights {
         residual: Option<&Tensor>,
         cache: Option<&mut KeyValueCache>,
     ) -> Result<(Tensor, LatentSaved)> {
-        let columns = LatentColumns::new(&self.mixer, pass.config.heads);
+        let columns = LatentColumns::new(&self.mixer);
         let (first, lora_first) = linear::forward(&self.attention.qkv, x, None, pass.branch())?;
         let up = |up: &LatentUp, range: Range<usize>| {
             let normed = up.normed(&columns_of(&first, &[range])?, &self.mixer)?;
@@ -272,7 +268,7 @@ impl LatentWeights {
         saved: &LatentSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (source, columns) = (pass.source(), LatentColumns::new(&self.mixer, pass.config.heads));
+        let (source, columns) = (pass.source(), LatentColumns::new(&self.mixer));
         let (dattended, pending) = linear::backward(&self.attention.o, &saved.lora_o, &dout, source)?;
         drop(dout);
         if pending.reads_input() {

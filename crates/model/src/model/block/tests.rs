@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 18] = [
+const MODELS: [&str; 21] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -35,6 +35,11 @@ const MODELS: [&str; 18] = [
     r#""model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 4, "linear_value_head_dim": 4, "partial_rotary_factor": 0.5, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12"#,
+    r#""model_type": "gemma4_unified_text""#,
+    r#""model_type": "gemma4_unified_text", "layer_types": ["full_attention", "full_attention"],
+        "attention_k_eq_v": true, "global_head_dim": 8, "num_global_key_value_heads": 1"#,
+    r#""model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": 8"#,
 ];
 
 fn config(model: &str) -> ModelConfig {
@@ -226,7 +231,7 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let (first, down) = match &weights.channel_mixer {
             ChannelMixerWeights::GatedMlp(mlp) => (&mlp.gate_up, &mlp.down),
             ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),
-            ChannelMixerWeights::Experts(_) => panic!("no MLP"),
+            ChannelMixerWeights::Experts(_) | ChannelMixerWeights::MlpAndExperts(_) => panic!("no MLP"),
         };
         let found = [&attention.qkv, &attention.o, first, down].map(numbers);
         assert_eq!(found, groups, "{model}");

@@ -8,7 +8,7 @@ use super::latent::{LatentSaved, LatentWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
-use crate::model::composition::TokenMixer;
+use crate::model::composition::{LatentMixer, TokenMixer};
 use crate::model::linear::MergedLinear;
 
 /// The parameters of a token mixer.
@@ -102,15 +102,10 @@ pub(super) enum TokenMixerSaved {
 
 impl TokenMixerSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(
-        config: &ModelConfig,
-        mixer: &TokenMixer,
-        tokens: usize,
-        dtype: DType,
-    ) -> Vec<(&'static str, usize)> {
+    pub(super) fn parts(mixer: &TokenMixer, tokens: usize, dtype: DType) -> Vec<(&'static str, usize)> {
         match mixer {
-            TokenMixer::Attention(attention) => AttentionSaved::parts(config, attention, tokens, dtype),
-            TokenMixer::Latent(latent) => LatentSaved::parts(config, latent, tokens, dtype),
+            TokenMixer::Attention(attention) => AttentionSaved::parts(attention, tokens, dtype),
+            TokenMixer::Latent(latent) => LatentSaved::parts(latent, tokens, dtype),
             TokenMixer::GatedDelta(delta) => GatedDeltaSaved::parts(delta, tokens, dtype).into(),
         }
     }
@@ -148,8 +143,8 @@ impl BlockCache {
         device: &Device,
     ) -> Result<Self> {
         Ok(match &config.blocks[layer].token_mixer {
-            TokenMixer::Attention(_) | TokenMixer::Latent(_) => {
-                BlockCache::KeysAndValues(KeyValueCache::new(config, capacity, dtype, device)?)
+            TokenMixer::Attention(attention) | TokenMixer::Latent(LatentMixer { attention, .. }) => {
+                BlockCache::KeysAndValues(KeyValueCache::new(attention.heads, capacity, dtype, device)?)
             }
             TokenMixer::GatedDelta(mixer) => BlockCache::State(DeltaState::new(mixer, dtype, device)?),
         })
@@ -158,8 +153,8 @@ impl BlockCache {
     /// Returns the bytes of the cache of block `layer` for `capacity` tokens.
     pub fn bytes(config: &ModelConfig, layer: usize, capacity: usize, dtype: DType) -> u64 {
         match &config.blocks[layer].token_mixer {
-            TokenMixer::Attention(_) | TokenMixer::Latent(_) => {
-                let token = 2 * config.heads.kv_width() * dtype.size_in_bytes();
+            TokenMixer::Attention(attention) | TokenMixer::Latent(LatentMixer { attention, .. }) => {
+                let token = 2 * attention.heads.kv_width() * dtype.size_in_bytes();
                 (capacity as u64).saturating_mul(token as u64)
             }
             TokenMixer::GatedDelta(mixer) => DeltaState::bytes(mixer, dtype) as u64,

@@ -15,6 +15,7 @@ mod exaone4;
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 mod gguf_facts;
 mod glm4;
 mod glm4_moe;
@@ -72,6 +73,7 @@ static FAMILIES: &[&Architecture] = &[
     &qwen3::QWEN3,
     &gemma2::GEMMA2,
     &gemma3::GEMMA3,
+    &gemma4::GEMMA4,
     &phi3::PHI3,
     &granite::GRANITE,
     &granitemoehybrid::GRANITEMOEHYBRID,
@@ -174,7 +176,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_5" | "qwen3_5_moe" => {
+        "gemma3" | "gemma4" | "gemma4_unified" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_5"
+        | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",

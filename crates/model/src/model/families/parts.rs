@@ -8,7 +8,9 @@ use super::gguf_facts::GgufFacts;
 use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, PlainMlp};
+use crate::model::composition::{
+    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, PlainMlp, Values,
+};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::activation::PlainActivation;
@@ -57,6 +59,7 @@ pub(super) fn llama_like(
 pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<AttentionMixer> {
     let bias = keys.bool_or("attention_bias", false)?;
     Ok(AttentionMixer {
+        heads: sizes.heads,
         window: None,
         rope: 0,
         scale: 1.0 / (sizes.heads.head_dim as f64).sqrt(),
@@ -64,6 +67,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         qkv_bias: bias,
         o_bias: bias,
         qk_norm: None,
+        values: Values::Projected,
         fused: false,
         has_gates: false,
     })
@@ -340,5 +344,11 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         // The second norm of a block has this name in both of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",
         BlockPart::MlpPostNorm => "post_feedforward_layernorm",
+        BlockPart::MlpOutNorm => "post_feedforward_layernorm_1",
+        BlockPart::ExpertsNorm => "pre_feedforward_layernorm_2",
+        BlockPart::ExpertsOutNorm => "post_feedforward_layernorm_2",
+        BlockPart::RouterScale => "router.scale",
+        BlockPart::ExpertFactors => "router.per_expert_scale",
+        BlockPart::OutputFactor => "layer_scalar",
     }
 }

@@ -49,7 +49,10 @@ pub(super) fn refuse_experts(keys: &ConfigReader<'_>) -> Result<()> {
 
 fn refuse(keys: &ConfigReader<'_>, unsupported: &[&str], hint: &str) -> Result<()> {
     for key in unsupported {
-        let asks = keys.get(key).is_some_and(|v| v.as_f64() != Some(0.0) && v.as_bool() != Some(false));
+        // Bidirectional "vision" attention is among the tokens of images alone.
+        let asks = keys.get(key).is_some_and(|v| {
+            v.as_f64() != Some(0.0) && v.as_bool() != Some(false) && v.as_str() != Some("vision")
+        });
         if asks {
             let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
             return Err(Error::user(format!("`{key}` is {found}"))

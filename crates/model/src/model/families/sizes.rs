@@ -60,7 +60,12 @@ fn heads(keys: &ConfigReader<'_>, hidden_size: usize, default: Option<usize>) ->
         num_kv_heads: keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
         head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived),
     };
-    let Heads { num_kv_heads, head_dim, .. } = heads;
+    checked(heads)
+}
+
+/// Returns `heads` if their counts fit each other and their width is even.
+pub(super) fn checked(heads: Heads) -> Result<Heads> {
+    let Heads { num_heads, num_kv_heads, head_dim } = heads;
     if !num_heads.is_multiple_of(num_kv_heads) {
         return Err(Error::user("the head counts do not fit each other").because(format!(
             "num_attention_heads is {num_heads}, num_key_value_heads {num_kv_heads}; the first must be a multiple of the second"

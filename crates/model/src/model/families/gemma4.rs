@@ -1,0 +1,271 @@
+//! Gemma 4, text only: plain norms, also of values, and a stored factor on each block's output. Per
+//! layer of full attention it has five with a sliding window. The two kinds have heads and ropes of
+//! their own. The 26B-A4B model has experts beside the MLP.
+
+use super::architecture::{Architecture, Composition, StackedExperts};
+use super::gguf_facts::GgufFacts;
+use super::sizes::{self, MOST_HEADS, MOST_WIDE, ModelSizes};
+use super::{gemma, parts};
+use crate::error::{Error, Result};
+use crate::model::block_part::BlockPart;
+use crate::model::composition::{
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, MlpAndExperts, QkNormWidth, ResidualPlan, Values,
+};
+use crate::model::config_reader::{ConfigReader, refused};
+use crate::model::rope::{Rope, RopeContext};
+use crate::ops::attention::Heads;
+use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
+use crate::ops::rms_norm::NormKind;
+
+/// The `model_type` of the text part of the 12B model, which has other defaults.
+const UNIFIED: &str = "gemma4_unified_text";
+
+/// The layer kinds, in the order of ropes.
+const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+
+pub(super) static GEMMA4: Architecture = Architecture {
+    head_dim: Some(gemma::HEAD_DIM),
+    ties_embeddings: true,
+    module_name,
+    stacked_experts: Some(StackedExperts { gate_up: "experts.gate_up_proj", down: "experts.down_proj" }),
+    gguf: GgufFacts::NONE,
+    ..parts::architecture("gemma4", &["gemma4_text", UNIFIED], compose)
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let is_unified = keys.opt_str("model_type")? == Some(UNIFIED);
+    refuse_small_models(keys, is_unified)?;
+    let mut kinds = parts::layer_kinds(keys, sizes, "layer_types", KINDS, |layer| {
+        usize::from(!(layer + 1).is_multiple_of(6))
+    })?;
+    // transformers computes full attention in the last layer in any case.
+    kinds.last_mut().into_iter().for_each(|kind| *kind = 0);
+    let heads = heads_of_kinds(keys, sizes, &kinds)?;
+    let keys_are_values = keys.bool_or("attention_k_eq_v", false)?;
+    let window = parts::window(keys, Some(if is_unified { 1024 } else { 512 }))?;
+    let attention = parts::attention(keys, sizes)?;
+    let channel_mixer = channel_mixer(keys)?;
+    let block = |kind: usize| {
+        let is_full = kind == 0;
+        let attention = AttentionMixer {
+            heads: heads[kind],
+            window: window.filter(|_| !is_full),
+            rope: kind,
+            scale: 1.0,
+            softcap: None,
+            qk_norm: Some(QkNormWidth::Head),
+            values: if is_full && keys_are_values { Values::NormedKeys } else { Values::Normed },
+            ..attention
+        };
+        BlockConfig {
+            residual: ResidualPlan::PreAndPostNorm,
+            has_output_factor: true,
+            ..BlockConfig::pre_norm(attention, channel_mixer)
+        }
+    };
+    let blocks = kinds.into_iter().map(block).collect();
+    let composition = gemma::compose(keys, sizes, blocks, ropes(keys, sizes, heads)?, None)?;
+    Ok(Composition { norm: NormKind { unit_offset: false, ..composition.norm }, ..composition })
+}
+
+/// Reads the MLP, with the experts beside it if the model has some.
+fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
+    let mlp = parts::gated_mlp(keys)?;
+    if !keys.bool_or("enable_moe_block", false)? {
+        return Ok(mlp.into());
+    }
+    let count = keys.size("num_experts", MOST_EXPERTS)?;
+    let experts = Experts {
+        count,
+        router: Router::softmax(keys.size("top_k_experts", count.min(MOST_CHOSEN))?, true),
+        has_bias: false,
+        has_f32_logits: false,
+        width: keys.size("moe_intermediate_size", MOST_WIDE)?,
+        activation: mlp.activation,
+        aux_coefficient: 0.0,
+        shared: None,
+    };
+    Ok(MlpAndExperts { mlp, experts }.into())
+}
+
+fn module_name(part: BlockPart) -> &'static str {
+    match part {
+        BlockPart::Router => "router.proj",
+        BlockPart::ExpertGate(_) => "experts.{}.gate_proj",
+        BlockPart::ExpertUp(_) => "experts.{}.up_proj",
+        BlockPart::ExpertDown(_) => "experts.{}.down_proj",
+        other => gemma::module_name(other),
+    }
+}
+
+/// Refuses the parts of E2B and E4B.
+fn refuse_small_models(keys: &ConfigReader<'_>, is_unified: bool) -> Result<()> {
+    let width = keys.opt_usize("hidden_size_per_layer_input")?.unwrap_or(if is_unified { 0 } else { 256 });
+    let shared = keys.opt_usize("num_kv_shared_layers")?.unwrap_or(0);
+    for (key, found, what) in [
+        ("hidden_size_per_layer_input", width, "embeddings of each layer"),
+        ("num_kv_shared_layers", shared, "keys and values that layers share"),
+    ] {
+        if found != 0 {
+            return Err(refused(key, found, &format!("0; finetune does not compute {what} (E2B, E4B)"))
+                .hint("choose the 12B, 26B-A4B or 31B model"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the heads of layers of full and of sliding attention: by `per_layer_config`, as
+/// transformers writes it, or else by keys for full attention.
+fn heads_of_kinds(keys: &ConfigReader<'_>, sizes: &ModelSizes, kinds: &[usize]) -> Result<[Heads; 2]> {
+    let Some(layers) = keys.opt_keys("per_layer_config")? else {
+        let own_counts = keys.bool_or("attention_k_eq_v", false)?;
+        let count = keys.opt_size("num_global_key_value_heads", MOST_HEADS)?.filter(|_| own_counts);
+        let head_dim = keys.opt_size("global_head_dim", MOST_HEADS)?.unwrap_or(512);
+        let full = Heads { head_dim, num_kv_heads: count.unwrap_or(sizes.heads.num_kv_heads), ..sizes.heads };
+        return Ok([sizes::checked(full)?, sizes.heads]);
+    };
+    let is_layer = |key: &String| key.parse().is_ok_and(|layer: usize| layer < kinds.len());
+    if let Some(other) = layers.texts().keys().find(|key| !is_layer(key)) {
+        let accepted = format!("the numbers of layers, 0 to {}", kinds.len() - 1);
+        return Err(refused("per_layer_config", format!("of layer \"{other}\""), &accepted));
+    }
+    let mut found: [Option<Heads>; 2] = [None; 2];
+    for (layer, kind) in kinds.iter().enumerate() {
+        let heads = match layers.opt_keys(&layer.to_string())? {
+            Some(own) => heads_of_layer(&own, sizes.heads)?,
+            None => sizes.heads,
+        };
+        if *found[*kind].get_or_insert(heads) != heads {
+            return Err(Error::user("`per_layer_config` has different heads in layers of one kind")
+                .because(format!("layer {layer} of {} has others than those before it", KINDS[*kind])));
+        }
+    }
+    Ok(found.map(|heads| heads.unwrap_or(sizes.heads)))
+}
+
+/// Returns the heads of a layer with keys of its own.
+fn heads_of_layer(own: &ConfigReader<'_>, usual: Heads) -> Result<Heads> {
+    let known = ["head_dim", "num_key_value_heads"];
+    if let Some(other) = own.texts().keys().find(|key| !known.contains(&key.as_str())) {
+        return Err(refused("per_layer_config", format!("a change of \"{other}\""), &known.join(", ")));
+    }
+    sizes::checked(Heads {
+        head_dim: own.opt_size("head_dim", MOST_HEADS)?.unwrap_or(usual.head_dim),
+        num_kv_heads: own.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(usual.num_kv_heads),
+        ..usual
+    })
+}
+
+/// Reads the ropes of both kinds of layers.
+fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes, heads: [Heads; 2]) -> Result<Vec<Rope>> {
+    let defaults = serde_json::json!({
+        "full_attention": { "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6 },
+        "sliding_attention": { "rope_type": "default", "rope_theta": 1e4 },
+    });
+    let parameters = match keys.opt_keys("rope_parameters")? {
+        Some(parameters) => parameters,
+        None => ConfigReader::new(&defaults)?,
+    };
+    let context = parts::rope_context(keys, sizes, 1e4)?;
+    let rope = |(kind, Heads { head_dim, .. }): (&str, Heads)| {
+        let of_kind = parameters.opt_keys(kind)?.ok_or_else(|| {
+            Error::user(format!("`rope_parameters` has no \"{kind}\""))
+                .because(format!("every model of this family has {} and {}", KINDS[0], KINDS[1]))
+        })?;
+        Rope::read(Some(&of_kind), &RopeContext { head_dim, ..context })
+    };
+    KINDS.into_iter().zip(heads).map(rope).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, Value, json};
+
+    use crate::error::Result;
+    use crate::model::ModelConfig;
+
+    fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let plain = json!({ "model_type": "gemma4_text", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+            "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] });
+        let mut keys: Map<String, Value> = plain.as_object().cloned().unwrap_or_default();
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    /// The hub has the first notation, and transformers writes the second.
+    #[test]
+    fn both_notations_of_heads_are_equal() {
+        let shared = ("attention_k_eq_v", json!(true));
+        let hub = [shared.clone(), ("global_head_dim", json!(8)), ("num_global_key_value_heads", json!(1))];
+        let own = json!({ "1": { "head_dim": 8, "num_key_value_heads": 1 } });
+        let [hub, saved] = [&hub[..], &[shared, ("per_layer_config", own)]].map(config);
+        let (hub, saved) = (hub.expect("a model"), saved.expect("a model"));
+        assert_eq!((&hub.blocks, &hub.ropes), (&saved.blocks, &saved.ropes));
+        let of_layer = |layer: usize| hub.blocks[layer].token_mixer.attention().expect("attention").heads;
+        assert_eq!((of_layer(0).head_dim, of_layer(0).num_kv_heads), (4, 2));
+        assert_eq!((of_layer(1).head_dim, of_layer(1).num_kv_heads), (8, 1));
+        // Without values of keys, full attention has as many heads as the other layers.
+        let count = ("num_global_key_value_heads", json!(1));
+        let plain = config(&[count]).expect("a model");
+        let heads = plain.blocks[1].token_mixer.attention().expect("attention").heads;
+        assert_eq!((heads.head_dim, heads.num_kv_heads), (512, 2));
+    }
+
+    /// A quarter of a head's pairs turns: the first ones, with the frequencies of a whole head.
+    #[test]
+    fn the_rope_of_full_attention_is_proportional() {
+        let ropes = config(&[("global_head_dim", json!(16))]).expect("a model").ropes;
+        let frequency = |pair: i32| 1e6f32.powf(-2.0 * pair as f32 / 16.0);
+        assert_eq!(ropes[0].inv_freq.len(), 8);
+        for (pair, found) in (0..).zip(&ropes[0].inv_freq) {
+            let expected = if pair < 2 { frequency(pair) } else { 0.0 };
+            assert!((found - expected).abs() <= 1e-6 * expected, "{pair}: {found}, expected {expected}");
+        }
+        assert_eq!(ropes[1].inv_freq.len(), 2);
+    }
+
+    #[test]
+    fn the_last_layer_attends_to_all_tokens() {
+        let kinds = json!(["sliding_attention", "sliding_attention"]);
+        let model = config(&[("layer_types", kinds)]).expect("a model");
+        let windows: Vec<Option<usize>> = model.attentions().map(|attention| attention.window).collect();
+        assert_eq!(windows, [Some(512), None]);
+        let vision = config(&[("use_bidirectional_attention", json!("vision"))]);
+        assert!(vision.is_ok(), "tokens of images alone see what follows them");
+    }
+
+    /// Each would train another model than config.json describes.
+    #[test]
+    fn what_is_not_computed_is_refused_by_key() {
+        let experts = [("enable_moe_block", json!(true)), ("num_experts", json!(4))];
+        let width = ("moe_intermediate_size", json!(8));
+        assert!(config(&[&experts[..], &[("top_k_experts", json!(2)), width.clone()]].concat()).is_ok());
+        for (key, value) in [
+            ("hidden_size_per_layer_input", json!(16)),
+            ("hidden_size_per_layer_input", Value::Null),
+            ("num_kv_shared_layers", json!(1)),
+            ("use_bidirectional_attention", json!("all")),
+            ("global_head_dim", json!(7)),
+            ("num_experts", json!(4)),
+            ("layer_types", json!(["linear_attention", "full_attention"])),
+            ("per_layer_config", json!({ "1": { "sliding_window": 8 } })),
+            ("per_layer_config", json!({ "2": { "head_dim": 8 } })),
+            ("per_layer_config", json!({ "1": { "num_key_value_heads": 3 } })),
+            ("rope_parameters", json!({ "full_attention": { "rope_theta": 1e6 } })),
+        ] {
+            let refused = config(&[(key, value.clone())]).expect_err("another model");
+            let is_named = refused.causes().iter().any(|cause| cause.contains(key) || cause.contains("head"));
+            assert!(is_named, "{key} {value}: {refused:?}");
+        }
+        for (key, value) in [("top_k_experts", json!(5)), ("top_k_experts", Value::Null)] {
+            let keys = [&experts[..], &[(key, value), width.clone()]].concat();
+            let refused = config(&keys).expect_err("another model");
+            assert!(refused.causes().iter().any(|cause| cause.contains(key)), "{refused:?}");
+        }
+        let own = json!({ "0": { "head_dim": 8 } });
+        let uneven =
+            [("layer_types", json!(["full_attention", "full_attention"])), ("per_layer_config", own)];
+        assert!(config(&uneven).is_err(), "layers of one kind with different heads");
+    }
+}
