@@ -65,12 +65,92 @@ DEVICE inline float sum_of_left(const Logits &x, float max) {
     return warp_sum(sum);
 }
 
+// Bits of a router's flags.
+constexpr uint32_t RENORMALIZE = 1, SIGMOID = 2;
+
+DEVICE inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Keeps only the experts of the `chosen` best of `groups` groups, by the sum of their two best values.
+DEVICE inline void keep_groups(Logits &x, uint32_t experts, uint32_t groups, uint32_t chosen) {
+    uint32_t lane = threadIdx.x % 32, size = experts / groups, all = x.left;
+    // Lane g has the value of group g.
+    float mine = 0.0f;
+    KEEP_LOOP for (uint32_t g = 0; g < groups; g++) {
+        x.left = 0;
+        UNROLL for (int i = 0; i < PER_LANE; i++)
+            if (((all >> i) & 1) != 0 && (uint32_t(32 * i) + lane) / size == g) x.left |= 1u << i;
+        float sum = 0.0f;
+        KEEP_LOOP for (uint32_t j = 0; j < 2 && j < size; j++) {
+            Best best = best_left(x);
+            if (best.expert % 32 == lane) x.left &= ~(1u << best.expert / 32);
+            sum += best.value;
+        }
+        if (g == lane) mine = sum;
+    }
+    // Bit g: group g is chosen.
+    uint32_t kept = 0;
+    KEEP_LOOP for (uint32_t j = 0; j < chosen; j++) {
+        bool is_left = lane < groups && ((kept >> lane) & 1) == 0;
+        Best best{is_left ? mine : 0.0f, is_left ? lane : NONE};
+        for (int distance = 16; distance > 0; distance /= 2) {
+            Best other{shuffle_xor(best.value, distance), shuffle_xor(best.expert, distance)};
+            bool larger = other.value > best.value || (other.value == best.value && other.expert < best.expert);
+            if (other.expert != NONE && (best.expert == NONE || larger)) best = other;
+        }
+        if (best.expert != NONE) kept |= 1u << best.expert;
+    }
+    x.left = 0;
+    UNROLL for (int i = 0; i < PER_LANE; i++)
+        if (((all >> i) & 1) != 0 && ((kept >> (uint32_t(32 * i) + lane) / size) & 1) != 0) x.left |= 1u << i;
+}
+
+// Chooses by scores with a bias or in groups, or by sigmoids.
 template <class T>
-DEVICE inline void choose(In<T> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,
-                          uint32_t chosen, bool renormalize) {
+DEVICE inline void choose_scores(In<T> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, int64_t token,
+                                 uint32_t experts, uint32_t chosen, uint32_t flags, uint32_t groups,
+                                 uint32_t of_token, float factor) {
+    uint32_t lane = threadIdx.x % 32;
+    Logits x = load_logits(logits, token, experts);
+    bool is_sigmoid = (flags & SIGMOID) != 0;
+    float max = is_sigmoid ? 0.0f : best_left(x).value;
+    float all = is_sigmoid ? 1.0f : sum_of_left(x, max);
+    UNROLL for (int i = 0; i < PER_LANE; i++) {
+        if (((x.left >> i) & 1) == 0) continue;
+        float score = is_sigmoid ? sigmoid(x.values[i]) : expf(x.values[i] - max) / all;
+        x.values[i] = score + (bias.is_null() ? 0.0f : bias.load(32 * i + lane));
+    }
+    if (groups != 0) keep_groups(x, experts, groups, of_token);
+    uint32_t mine = 0;
+    KEEP_LOOP for (uint32_t j = 0; j < chosen; j++) {
+        Best best = best_left(x);
+        if (best.expert % 32 == lane) x.left &= ~(1u << best.expert / 32);
+        if (j == lane) mine = best.expert;
+    }
+    float weight = 0.0f;
+    if (lane < chosen) {
+        float logit = widen(logits.load(token * experts + mine));
+        weight = is_sigmoid ? sigmoid(logit) : expf(logit - max) / all;
+    }
+    float sum = (flags & RENORMALIZE) != 0 ? warp_sum(weight) + 1e-20f : 1.0f;
+    if (warp_max(x.has_nan ? 1.0f : 0.0f) > 0.0f) sum = bits_to_float(0x7fc00000u);
+    if (lane < chosen) {
+        ids.store(token * chosen + lane, mine);
+        weights.store(token * chosen + lane, weight / sum * factor);
+    }
+}
+
+template <class T>
+DEVICE inline void choose(In<T> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens,
+                          uint32_t experts, uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token,
+                          float factor) {
     int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
     if (token >= tokens) return;
     uint32_t lane = threadIdx.x % 32;
+    if (!bias.is_null() || groups != 0 || (flags & SIGMOID) != 0) {
+        choose_scores(logits, bias, ids, weights, token, experts, chosen, flags, groups, of_token, factor);
+        return;
+    }
+    bool renormalize = (flags & RENORMALIZE) != 0;
     Logits x = load_logits(logits, token, experts);
     Best mine{0.0f, 0};
     float max = 0.0f;
@@ -87,13 +167,14 @@ DEVICE inline void choose(In<T> logits, Out<uint32_t> ids, Out<float> weights, u
     if (warp_max(x.has_nan ? 1.0f : 0.0f) > 0.0f) sum = bits_to_float(0x7fc00000u);
     if (lane < chosen) {
         ids.store(token * chosen + lane, mine.expert);
-        weights.store(token * chosen + lane, weight / sum);
+        weights.store(token * chosen + lane, weight / sum * factor);
     }
 }
 
 template <class T>
 DEVICE inline void choose_backward(In<T> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<T> d,
-                                   uint32_t tokens, uint32_t experts, uint32_t chosen, bool renormalize) {
+                                   uint32_t tokens, uint32_t experts, uint32_t chosen, uint32_t flags, float factor) {
+    bool renormalize = (flags & RENORMALIZE) != 0, is_sigmoid = (flags & SIGMOID) != 0;
     int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
     if (token >= tokens) return;
     uint32_t lane = threadIdx.x % 32;
@@ -104,13 +185,15 @@ DEVICE inline void choose_backward(In<T> logits, In<uint32_t> ids, In<float> wei
     float dot = warp_sum(w * dw);
     Logits x = load_logits(logits, token, experts);
     float everywhere = 0.0f, max = 0.0f;
-    if (!renormalize) {
+    bool only_chosen = renormalize || is_sigmoid;
+    if (!only_chosen) {
         max = best_left(x).value;
         everywhere = -dot / sum_of_left(x, max);
     }
-    float added = w * (dw - (renormalize ? dot : 0.0f));
+    float added = w * (dw - (renormalize ? dot / factor : 0.0f));
+    if (is_sigmoid && has_one) added *= sigmoid(-widen(logits.load(token * experts + id)));
     UNROLL for (int i = 0; i < PER_LANE; i++)
-        x.values[i] = renormalize ? 0.0f : expf(x.values[i] - max) * everywhere;
+        x.values[i] = only_chosen ? 0.0f : expf(x.values[i] - max) * everywhere;
     KEEP_LOOP for (uint32_t j = 0; j < chosen; j++) {
         uint32_t expert = shuffle(id, int(j));
         float more = shuffle(added, int(j));
@@ -233,33 +316,34 @@ DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, 
 } // namespace
 
 #define CHOOSE_BF16                                                                                                    \
-    In<bf16> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts, uint32_t chosen,       \
-        uint32_t renormalize
+    In<bf16> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,        \
+        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor
 #define CHOOSE_F32                                                                                                     \
-    In<float> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts, uint32_t chosen,      \
-        uint32_t renormalize
+    In<float> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,       \
+        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor
 #define CHOICE_BF16                                                                                                    \
     In<bf16> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<bf16> d, uint32_t tokens,           \
-        uint32_t experts, uint32_t chosen, uint32_t renormalize
+        uint32_t experts, uint32_t chosen, uint32_t flags, float factor
 #define CHOICE_F32                                                                                                     \
     In<float> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<float> d, uint32_t tokens,         \
-        uint32_t experts, uint32_t chosen, uint32_t renormalize
+        uint32_t experts, uint32_t chosen, uint32_t flags, float factor
 
-// ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`. A warp a token, 8 a block.
+// ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`, and perhaps a bias: `[experts]` on the scores for
+// the choice. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_bf16(CHOOSE_BF16) {
-    choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
+    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor);
 }
 // Like choose_experts_bf16.
 KERNEL BOUNDS(256, 2) choose_experts_f32(CHOOSE_F32) {
-    choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
+    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor);
 }
 // d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_backward_bf16(CHOICE_BF16) {
-    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
+    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, flags, factor);
 }
 // Like choose_experts_backward_bf16.
 KERNEL BOUNDS(256, 2) choose_experts_backward_f32(CHOICE_F32) {
-    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
+    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, flags, factor);
 }
 
 // values: `[tokens]`, the sums of softmax(logits) * pull; their gradients are added to d: `[tokens, experts]`. A warp a

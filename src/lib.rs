@@ -73,7 +73,7 @@ mod floors {
 #[doc(hidden)]
 pub use binary::run_binary;
 pub use finetune_core::error;
-use finetune_core::{clock, locks, private_file, program};
+use finetune_core::{clock, gguf_names, locks, private_file, program};
 pub use finetune_data::{sandbox::run_in_this_program, sandboxed::serve_if_asked};
 pub use finetune_engine::engine::{Evaluation, StepResult};
 pub use finetune_engine::objectives::MetricSum;

@@ -26,7 +26,7 @@ pub struct CommonArgs {
 /// Model, training data and recipe of a run.
 #[derive(Debug, Clone, Default, Args)]
 pub struct RunArgs {
-    /// Model: a Hugging Face folder or a hub id
+    /// Model: a Hugging Face folder, a GGUF file or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
     /// Recipe: a TOML file or the name of a built-in recipe
@@ -93,7 +93,7 @@ pub struct DeviceArgs {
 /// Model to use: a model, an adapter on its own model, or an adapter on the named model.
 #[derive(Debug, Clone, Default, Args)]
 pub struct ModelArgs {
-    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
+    /// Model: a Hugging Face folder, a GGUF file or a hub id [default: the one the adapter names]
     #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
     pub model: Option<String>,
     /// Adapter: a folder or a hub id

@@ -7,7 +7,7 @@ use super::{terminal, working_folder};
 use crate::adapter::{self, SavedAdapter};
 use crate::cli::InspectArgs;
 use crate::error::Result;
-use crate::loading::Resolver;
+use crate::loading::{Resolver, gguf_base};
 use crate::model::{self, ModelConfig};
 use crate::recipe::DataSource;
 use crate::units;
@@ -19,6 +19,9 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let source = DataSource::from_argument("", &args.source, &working_folder()?)?;
     if let DataSource::Path(path) = &source {
+        if let Some(folder) = gguf_base::described(path)? {
+            return terminal.data(of_model(&ModelFiles::open(&folder)?)?);
+        }
         if path.is_file() {
             return terminal.data(of_file(path)?);
         }

@@ -63,6 +63,9 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         units::bytes(bytes),
         args.output.display()
     ));
+    if files.kept().count() > 0 {
+        terminal.line(format!("kept as they are: {}", files.kept().describe()));
+    }
     if report.untied {
         terminal.line("the adapter trained embedding or head separately: config.json no longer ties them");
     }

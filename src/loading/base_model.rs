@@ -32,7 +32,7 @@ use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
+use crate::weights::{DigestTask, KeptTensors, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -57,6 +57,9 @@ pub struct BaseModel {
     has_weights: bool,
     /// True if the head is a separate table, although config.json ties it to the embedding.
     pub(crate) head_apart: bool,
+    /// The tensors of the model that a written model keeps. In a resumed run, `files` are those of
+    /// a checkpoint, which does not have them.
+    pub(crate) kept: KeptTensors,
 }
 
 /// The properties of a device that determine the layout of a run.
@@ -214,6 +217,7 @@ impl BaseModel {
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
             head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
+            kept: files.as_ref().map(|files| files.kept().clone()).unwrap_or_default(),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
             found,
             config,

@@ -7,6 +7,7 @@ pub(crate) mod base_check;
 pub(crate) mod base_model;
 mod custom_code;
 pub(crate) mod dataset;
+pub(crate) mod gguf_base;
 pub(crate) mod initial_values;
 mod loaded_model;
 pub(crate) mod new_tokens;

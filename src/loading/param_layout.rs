@@ -142,7 +142,9 @@ pub(crate) fn descs(
     let has_rows = |module: &str| adapter_setup.is_some_and(|a| a.rows.contains_key(module));
     let mut descs = Vec::new();
     for spec in model::parameters(config) {
-        let kind = if trains.has(config, spec.module()) {
+        let kind = if spec.role == Role::Buffer {
+            ParamKind::Buffer { saved: matches!(trains, Trains::All) }
+        } else if trains.has(config, spec.module()) {
             let decay = spec.role.is_decayed();
             ParamKind::Trainable(UpdateRule { decay, lr_group: LrGroup::of_shape(&spec.shape) })
         } else if has_rows(spec.module()) {

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::{assets, custom_code};
+use super::{assets, custom_code, gguf_base};
 use crate::adapter::{self, AdapterConfig};
 use crate::data::Split;
 use crate::error::{Error, Result};
@@ -94,6 +94,9 @@ impl<'a> Resolver<'a> {
         source: &DataSource,
         revision: &str,
     ) -> Result<(ResolvedSource, FoundWeights<'f>)> {
+        if let Some(found) = self.gguf_model(source)? {
+            return Ok((found, FoundWeights { remote: None, resolver: self }));
+        }
         let mut remote = None;
         let found = self.find(source, |id, options, progress| {
             if !self.leaves_weights {
@@ -103,7 +106,7 @@ impl<'a> Resolver<'a> {
             remote = model.remote;
             Ok(model.located)
         })?;
-        Ok((found, FoundWeights { remote, resolver: self }))
+        Ok((in_cache(found)?, FoundWeights { remote, resolver: self }))
     }
 
     /// Finds a model with its weights.
@@ -111,7 +114,12 @@ impl<'a> Resolver<'a> {
     /// # Errors
     /// Those of [`hub::locate_model`].
     pub fn model(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
-        self.find(source, |id, options, progress| hub::locate_model(id, revision, options, progress))
+        if let Some(found) = self.gguf_model(source)? {
+            return Ok(found);
+        }
+        in_cache(
+            self.find(source, |id, options, progress| hub::locate_model(id, revision, options, progress))?,
+        )
     }
 
     /// Finds a model without its weights: config, tokenizer, index.
@@ -119,7 +127,18 @@ impl<'a> Resolver<'a> {
     /// # Errors
     /// Those of [`hub::locate_model_headers`].
     pub fn model_headers(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
-        self.find(source, |id, options, progress| hub::locate_model_headers(id, revision, options, progress))
+        if let Some(found) = self.gguf_model(source)? {
+            return Ok(found);
+        }
+        in_cache(self.find(source, |id, options, progress| {
+            hub::locate_model_headers(id, revision, options, progress)
+        })?)
+    }
+
+    /// Finds a model in a GGUF file on this machine.
+    fn gguf_model(&self, source: &DataSource) -> Result<Option<ResolvedSource>> {
+        let DataSource::Path(path) = source else { return Ok(None) };
+        Ok(gguf_base::described(path)?.map(|folder| local(source, &folder)))
     }
 
     /// Finds a data set: a file or a folder, or the files of `split` in a hub repository.
@@ -251,6 +270,12 @@ impl RangeReader for FoundWeights<'_> {
             remote.read(file, range, &mut |event| self.resolver.show(event))?;
         Ok(RemoteRange { bytes, file_bytes })
     }
+}
+
+/// Replaces the folder of a GGUF model by that of its description.
+fn in_cache(found: ResolvedSource) -> Result<ResolvedSource> {
+    let folder = gguf_base::described(&found.folder)?;
+    Ok(ResolvedSource { folder: folder.unwrap_or(found.folder), ..found })
 }
 
 fn local(source: &DataSource, path: &Path) -> ResolvedSource {

@@ -169,6 +169,8 @@ impl BlockStep<'_> {
             // projections; then through the first projections to their input, and through its norm.
             around + rows(2 * d + output) + through(LinearGroup::O),
             around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace(),
+            around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::KvUp),
+            around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::QUp),
             around + rows(3 * d + input) + through(LinearGroup::Qkv),
             around + rows(5 * d) + self.until_norm(input),
             // Forward: the gradient of the block's output, and the layer's input; for the last
@@ -181,7 +183,14 @@ impl BlockStep<'_> {
             Some(experts) => self.of_experts(experts),
         };
         let stages = of_tokens.into_iter().chain(of_channels);
-        let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp, LinearGroup::Down];
+        let groups = [
+            LinearGroup::Qkv,
+            LinearGroup::QUp,
+            LinearGroup::KvUp,
+            LinearGroup::O,
+            LinearGroup::GateUp,
+            LinearGroup::Down,
+        ];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
         stages.max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
     }
@@ -196,6 +205,9 @@ impl BlockStep<'_> {
             TokenMixer::Attention(mixer) if !mixer.has_gates => q + qk + qkv,
             // Also the gates with the output and the gradients of both, or the gradients twice.
             TokenMixer::Attention(_) => (q + qk + qkv + q).max(5 * q).max(2 * (qkv + q) + q),
+            // The gradient of the output; queries, keys and values, q and k rotated, and the
+            // gradients of all.
+            TokenMixer::Latent(_) => q + qk + 2 * qkv,
             // The gradients of the norm's input and of all inputs, the convolution and its
             // gradient; or those of all inputs twice.
             TokenMixer::GatedDelta(mixer) => {
@@ -208,7 +220,7 @@ impl BlockStep<'_> {
     /// Returns the bytes of tensors of other shapes in the backward of the delta rule.
     fn delta_workspace(&self) -> u64 {
         match &self.shape.token_mixer {
-            TokenMixer::Attention(_) => 0,
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) => 0,
             TokenMixer::GatedDelta(mixer) => mixer.heads.backward_workspace(self.step.tokens) as u64,
         }
     }

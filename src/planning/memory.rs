@@ -398,7 +398,7 @@ pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> Res
         ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
         ParamKind::Quantized(format) => copy + format.scheme().bytes(n),
         ParamKind::Trainable(_) => n * size,
-        ParamKind::Adapter(_) => 4 * n,
+        ParamKind::Adapter(_) | ParamKind::Buffer { .. } => 4 * n,
         ParamKind::AdapterInBf16(_) => 2 * n,
     };
     let has_master = matches!(desc.kind, ParamKind::AdapterInBf16(_))

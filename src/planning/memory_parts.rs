@@ -111,6 +111,7 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
             let double = if scheme.double_quant() { ", its scales in 8 bits" } else { "" };
             format!("frozen, {} in blocks of {}{double}", scheme.name(), scheme.hint().block_size)
         }
+        ParamKind::Buffer { .. } => format!("frozen, {}", DType::F32.as_str()),
         ParamKind::Trainable(_) => format!("trained, {own}"),
         ParamKind::Adapter(_) => format!("adapters, {}", DType::F32.as_str()),
         ParamKind::AdapterInBf16(_) => format!("adapters, {}", DType::BF16.as_str()),

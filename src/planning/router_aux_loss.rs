@@ -8,7 +8,8 @@ use crate::recipe::{AutoOr, Recipe};
 /// Returns the coefficient of a run: that of `train.router_aux_loss`, or of config.json.
 ///
 /// # Errors
-/// User: the recipe gives a coefficient for a model without experts.
+/// User: the recipe gives a coefficient for a model without experts, or with a router whose scores
+/// a bias balances.
 pub(crate) fn router_aux_loss(recipe: &Recipe, model: &ModelConfig) -> Result<f64> {
     let of_model = model.experts().map(|experts| experts.aux_coefficient).next();
     match (recipe.train.router_aux_loss, of_model) {
@@ -19,6 +20,13 @@ pub(crate) fn router_aux_loss(recipe: &Recipe, model: &ModelConfig) -> Result<f6
                     "`train.router_aux_loss` is {coefficient}; accepted for this model: 0, \"auto\""
                 ))
                 .hint("remove `router_aux_loss` from the recipe, or choose a model with experts"))
+        }
+        (AutoOr::Fixed(coefficient), _) if coefficient > 0.0 && model.experts().any(|e| e.has_bias) => {
+            Err(Error::user("the router of this model balances its experts by a bias")
+                .because(format!(
+                    "`train.router_aux_loss` is {coefficient}; accepted for this model: 0, \"auto\""
+                ))
+                .hint("remove `router_aux_loss` from the recipe: the bias stays as pretraining left it"))
         }
         (AutoOr::Fixed(coefficient), _) => Ok(coefficient),
     }

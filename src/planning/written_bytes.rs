@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::optim::OptimizerOptions;
 use crate::parallel::ParamDesc;
 use crate::recipe::{Dtype, MasterWeights, Recipe};
-use crate::weights::StoredDtype;
+use crate::weights::{StoredDtype, output_dtype};
 
 /// The stored dtypes of a run's trained tensors.
 pub(crate) struct StoredAs {
@@ -14,13 +14,15 @@ pub(crate) struct StoredAs {
     pub(crate) given: Dtype,
     /// The dtype of each tensor if the recipe says "auto"; missing names: f32, as for adapters.
     pub(crate) dtypes: BTreeMap<String, StoredDtype>,
+    /// Bytes of the tensors that the result keeps from the base.
+    pub(crate) kept: u64,
 }
 
 impl StoredAs {
     /// Returns the stored dtype of the tensor `name`.
     pub(crate) fn dtype(&self, name: &str) -> StoredDtype {
-        let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
-        self.given_to_all().unwrap_or_else(own)
+        let own = self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+        output_dtype(name, own, self.given)
     }
 
     /// Returns the dtype of all tensors if the recipe sets one.
@@ -39,7 +41,7 @@ impl StoredAs {
 pub(crate) struct WrittenBytes {
     /// A checkpoint: the trained tensors in the dtype of their update, and the optimizer's state.
     pub(crate) checkpoint: u64,
-    /// The trained tensors in the final output.
+    /// The trained tensors in the final output, and those that it keeps from the base.
     pub(crate) result: u64,
 }
 
@@ -49,7 +51,7 @@ impl WrittenBytes {
     pub(crate) fn of(descs: &[ParamDesc], recipe: &Recipe, stored: &StoredAs) -> Self {
         let layout = OptimizerOptions::from(&recipe.optimizer).state_layout();
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
-        let mut saved = WrittenBytes { checkpoint: 0, result: 0 };
+        let mut saved = WrittenBytes { checkpoint: 0, result: stored.kept };
         for desc in descs.iter().filter(|desc| desc.kind.trains()) {
             let elements = desc.global_elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;

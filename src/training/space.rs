@@ -35,8 +35,11 @@ fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
 /// update and the optimizer state, and those of the result.
 pub(crate) fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
-    let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };
-    let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };
+    let given = plan.recipe.checkpoint.output_dtype;
+    let stored = match plan.adapter_setup {
+        Some(_) => StoredAs { given, dtypes: Default::default(), kept: 0 },
+        None => StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: plan.base.kept.bytes() },
+    };
     Ok(WrittenBytes::of(&descs, &plan.recipe, &stored))
 }
 

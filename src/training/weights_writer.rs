@@ -16,7 +16,7 @@ use crate::loading::pissa::{saved_config, saved_matrix};
 use crate::parallel::ParamDesc;
 use crate::planning::{Plan, StoredAs};
 use crate::recipe::{Dtype, MasterWeights};
-use crate::weights::{ModelIdentity, StoredDtype, WriteEntry, Written};
+use crate::weights::{KeptTensors, ModelIdentity, StoredDtype, WriteEntry, Written};
 
 /// Returns the writer of the trained weights of this run: a PEFT adapter, or a Hugging Face model
 /// whose tensors the ranks of `trainer` share. With `exact`, which checkpoints need, the dtype is
@@ -32,7 +32,9 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     };
     let tokenizer = plan.base.result_tokenizer(&plan.rows);
     let Some(adapter_setup) = &plan.adapter_setup else {
-        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
+        // Checkpoints hold the parameters alone, under the names of finetune.
+        let kept = if exact { KeptTensors::default() } else { plan.base.kept.clone() };
+        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: kept.bytes() };
         let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
@@ -43,7 +45,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let untied = plan.base.head_apart;
         let source = plan.base.found.folder.clone();
-        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied);
+        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied, kept);
         return Ok(Arc::new(
             move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                 SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
@@ -57,7 +59,8 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     } else {
         adapter_setup.config.clone()
     };
-    let dtype = StoredAs { given, dtypes: BTreeMap::new() }.given_to_all().unwrap_or(StoredDtype::F32);
+    let dtype =
+        StoredAs { given, dtypes: BTreeMap::new(), kept: 0 }.given_to_all().unwrap_or(StoredDtype::F32);
     let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
     let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
     Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {

@@ -39,6 +39,7 @@ mod doctor;
 mod every_verb;
 mod export;
 mod generate;
+mod gguf_base;
 mod packed_bases;
 mod plan;
 mod quantize;

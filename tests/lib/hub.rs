@@ -672,11 +672,22 @@ fn a_gated_sibling_says_so() {
     assert!(world.refused("meta/L").contains("model `meta/L-hf` is gated"));
 }
 
+/// Its file holds what config.json and the tokenizer of other models do.
+#[test]
+fn one_gguf_file_is_a_model() {
+    let repo = RepoDouble::model("ada/one").file("README.md", "").lfs("m.gguf", "gguf");
+    let mut world = World::new(vec![repo]);
+    let found = world.model("ada/one").unwrap();
+    assert_eq!(std::fs::read(found.folder.join("m.gguf")).unwrap(), b"gguf");
+    world.options.offline = true;
+    assert_eq!(world.model("ada/one").unwrap().folder, found.folder);
+}
+
 #[test]
 fn weights_that_are_no_safetensors() {
     let world = World::new(vec![
         RepoDouble::model("ada/pickle").file("config.json", "{}").lfs("pytorch_model.bin", "pickle"),
-        RepoDouble::model("ada/gguf").lfs("m.Q4_K_M.gguf", "gguf"),
+        RepoDouble::model("ada/gguf").lfs("m.Q4_K_M.gguf", "gguf").lfs("m.Q8_0.gguf", "gguf"),
         RepoDouble::model("ada/lora").file("adapter_config.json", "{}").lfs("adapter_model.safetensors", "a"),
         RepoDouble::model("ada/empty").file("README.md", ""),
     ]);
@@ -686,7 +697,8 @@ fn weights_that_are_no_safetensors() {
         "{text}"
     );
     assert!(text.contains("often the same name with `-hf` at its end"), "{text}");
-    assert!(world.refused("ada/gguf").contains("only GGUF files (m.Q4_K_M.gguf)"));
+    let text = world.refused("ada/gguf");
+    assert!(text.contains("several GGUF models") && text.contains("m.Q4_K_M.gguf, m.Q8_0.gguf"), "{text}");
     assert!(world.refused("ada/lora").contains("a PEFT adapter and not a model"));
     assert!(world.refused("ada/empty").contains("has no config.json"));
     assert_eq!(world.hub.count("/resolve/"), 0);

@@ -26,6 +26,7 @@ mod collective_local;
 mod data;
 mod experts;
 mod facade;
+mod gguf_base;
 mod hangs;
 mod hub;
 mod launch;

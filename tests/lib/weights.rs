@@ -190,7 +190,7 @@ fn folders_without_safetensors_say_what_they_have() {
     insta::assert_snapshot!(open_error(dir.path()), @"
     error: cannot read a model from <dir>
       caused by: its weights are GGUF (model.Q4_K_M.gguf); accepted: model.safetensors, or model.safetensors.index.json and its shards
-    hint: give the Hugging Face model that the GGUF file was made from
+    hint: give the path of one GGUF file itself as the model
     ");
     put(dir.path(), "pytorch_model-00001-of-00002.bin", "");
     insta::assert_snapshot!(open_error(dir.path()), @r#"

@@ -25,10 +25,12 @@ pub(crate) fn sample(values: Vec<f32>, stored: &[usize]) -> Vec<f32> {
 /// order of its values. It fuses gate and up of all experts, and renames those of Mixtral and the
 /// router of Granite. `exists` tells whether a checkpoint has a name.
 pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+    if exists(name) {
+        return vec![name.to_owned()];
+    }
     let (place, layers) = match name.rsplit_once("experts.") {
         Some((place, "gate_up_proj")) => (place, [["gate_proj", "up_proj"], ["w1", "w3"]]),
         Some((place, "down_proj")) => (place, [["down_proj", ""], ["w2", ""]]),
-        _ if exists(name) => return vec![name.to_owned()],
         _ if name.contains(".router.") => return vec![name.replace(".router.", ".router.layer.")],
         _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
     };

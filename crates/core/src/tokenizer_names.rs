@@ -16,6 +16,10 @@ pub const QWEN: &str = "qwen.tiktoken";
 /// does not know [`QWEN`].
 pub const VOCABULARIES: [&str; 5] = [TOKENIZER_JSON, TEKKEN, TIKTOKEN, TOKENIZER_MODEL, QWEN];
 
+/// The files of an image-text model that describe its inputs for other programs.
+pub const PROCESSOR_FILES: [&str; 3] =
+    ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"];
+
 /// Returns the name of the file that describes the tokenizer, if `exists` is true for any.
 pub fn vocabulary(exists: impl Fn(&str) -> bool) -> Option<&'static str> {
     VOCABULARIES.into_iter().find(|name| exists(name))

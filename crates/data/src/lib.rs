@@ -107,6 +107,7 @@ pub use taken_rows::{hold_out, take, weighted};
 pub use template::ChatTemplate;
 pub use template_files::stored_templates;
 pub use tokenizer::Tokenizer;
+pub use tokenizer_files::gguf::{GgufTokenizer, GgufVocabulary, VocabularyKind, WordRules};
 
 use crate::error::{Error, ErrorCategory};
 use crate::recipe::TrainOn;

@@ -33,7 +33,7 @@ mod select;
 mod speed;
 mod verified;
 
-use finetune_core::{address, error, private_file, tokenizer_names, units};
+use finetune_core::{address, error, gguf_names, private_file, tokenizer_names, units};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -338,13 +338,18 @@ impl<'a> RepoSource<'a> {
         names::check_files(texts.iter().copied())?;
         download.fetch(&texts, progress)?;
         let folder = store.snapshot(commit);
-        let weights = match (scope, select::weights(&description.files)) {
+        let found = select::weights(&description.files);
+        // A GGUF file holds what the headers of other models do.
+        let scope = if found == Ok(Weights::Gguf) { Scope::Weights } else { scope };
+        let weights = match (scope, found) {
+            (_, Ok(Weights::Gguf)) => select::gguf_files(&description.files),
             (Scope::Headers, _) => Vec::new(),
             (_, Ok(Weights::Sharded)) => select::shards(&read_index(&folder)?, &description.files)?,
             _ => vec![select::SINGLE.to_owned()],
         };
         if scope == Scope::Weights {
             let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            names::check_files(weights.iter().copied())?;
             download.fetch(&weights, progress)?;
         }
         store.set_commit(commit)?;
@@ -368,7 +373,10 @@ impl<'a> RepoSource<'a> {
             return Err(source.incomplete(&folder, missing));
         }
         source.verify(&commit, &select::texts(&files), progress)?;
-        let weights = match select::weights(&files) {
+        let found = select::weights(&files);
+        let scope = if found == Ok(Weights::Gguf) { Scope::Weights } else { scope };
+        let weights = match found {
+            Ok(Weights::Gguf) => select::gguf_files(&files),
             // The names in the index itself: a file that is not in the folder is missing, not
             // refused.
             Ok(Weights::Sharded) if scope != Scope::Headers => select::named_shards(&read_index(&folder)?)?,

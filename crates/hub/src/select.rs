@@ -6,8 +6,10 @@
 //! its file names allow.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::gguf_names::{gguf_models, parts_of};
 use crate::tokenizer_names;
 
 /// The configuration, required for every model.
@@ -38,6 +40,8 @@ pub(super) enum Scope {
 pub(super) enum Weights {
     Single,
     Sharded,
+    /// One GGUF model, which needs no other file.
+    Gguf,
 }
 
 /// The reason for which a repository cannot be used as a model.
@@ -47,7 +51,7 @@ pub(super) enum ModelMismatch {
     Consolidated(String),
     /// Weights in the layout of transformers, but pickled.
     Pickle(String),
-    /// A repository of GGUF files, of which this is one.
+    /// A repository of several GGUF models, with their names.
     Gguf(String),
     /// A PEFT adapter, which is trained on top of a model.
     Adapter,
@@ -61,7 +65,9 @@ pub(super) enum ModelMismatch {
 
 /// Returns the small files of a model: all but the weights.
 pub(super) fn texts(names: &[String]) -> Vec<&str> {
-    let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name, names);
+    let wanted = |name: &str| {
+        TEXTS.contains(&name) || tokenizer_names::PROCESSOR_FILES.contains(&name) || is_tokenizer(name, names)
+    };
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
@@ -88,8 +94,11 @@ pub(super) fn weights(names: &[String]) -> Result<Weights, ModelMismatch> {
         ModelMismatch::Pickle(name)
     } else if let Some(name) = first(&|name| name.starts_with("consolidated.") && name.ends_with(".pth")) {
         ModelMismatch::Consolidated(name)
-    } else if let Some(name) = first(&|name| name.ends_with(".gguf")) {
-        ModelMismatch::Gguf(name)
+    } else if let [_, ..] = gguf_models(names.iter().map(String::as_str))[..] {
+        match gguf_models(names.iter().map(String::as_str))[..] {
+            [_] => return Ok(Weights::Gguf),
+            ref several => ModelMismatch::Gguf(several.join(", ")),
+        }
     } else if let Some(name) = first(&|name| name.ends_with(".safetensors")) {
         ModelMismatch::OtherSafetensors(name)
     } else if let Some(name) =
@@ -101,11 +110,18 @@ pub(super) fn weights(names: &[String]) -> Result<Weights, ModelMismatch> {
     })
 }
 
+/// Returns the files of the only GGUF model among all names.
+pub(super) fn gguf_files(names: &[String]) -> Vec<String> {
+    let models = gguf_models(names.iter().map(String::as_str));
+    let parts = models.first().map(|name| parts_of(Path::new(name))).unwrap_or_default();
+    parts.iter().map(|part| part.to_string_lossy().into_owned()).collect()
+}
+
 /// Checks that the names make up a model, as far as `scope` requires.
 pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), ModelMismatch> {
     let weights = weights(names);
     match (has(names, CONFIG), weights, scope) {
-        (true, Ok(_), _) | (true, Err(_), Scope::Headers) => Ok(()),
+        (true, Ok(_), _) | (true, Err(_), Scope::Headers) | (false, Ok(Weights::Gguf), _) => Ok(()),
         (true, Err(lack), Scope::InPlace | Scope::Weights) => Err(lack),
         (false, Ok(_) | Err(ModelMismatch::Weights | ModelMismatch::OtherSafetensors(_)), _) => {
             Err(ModelMismatch::Config)
@@ -142,10 +158,9 @@ impl ModelMismatch {
                      M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)\"`, \
                      and copy its tokenizer files into OUT",
                 ),
-            ModelMismatch::Gguf(file) => Error::user(format!("{subject} holds only GGUF files ({file})"))
-                .because("GGUF is a format for inference, which finetune does not train")
-                .because(accepted)
-                .hint("give the repository that the GGUF was made from; its card calls it the base model"),
+            ModelMismatch::Gguf(files) => Error::user(format!("{subject} holds several GGUF models"))
+                .because(format!("found {files}"))
+                .hint("download one of them, such as with `hf download ID FILE`, and give its path as `--model`"),
             ModelMismatch::Adapter => Error::user(format!("{subject} is a PEFT adapter and not a model"))
                 .because("it holds adapter_config.json and no model weights")
                 .hint(
@@ -318,7 +333,11 @@ mod tests {
             ModelMismatch::Pickle("pytorch_model.bin".into())
         );
         assert_eq!(lack(&["config.json", "model.pt"]), ModelMismatch::Pickle("model.pt".into()));
-        assert_eq!(lack(&["m.Q4_K.gguf"]), ModelMismatch::Gguf("m.Q4_K.gguf".into()));
+        assert_eq!(lack(&["a.gguf", "b.gguf", "README.md"]), ModelMismatch::Gguf("a.gguf, b.gguf".into()));
+        assert_eq!(check_model(&names(&["m.Q4_K.gguf"]), Scope::Headers), Ok(()));
+        let split = names(&["README.md", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj.gguf"]);
+        assert_eq!(weights(&split), Ok(Weights::Gguf));
+        assert_eq!(gguf_files(&split), split[1..3]);
         assert_eq!(lack(&["adapter_config.json", "adapter_model.safetensors"]), ModelMismatch::Adapter);
         assert_eq!(
             lack(&["config.json", "w.safetensors"]),

@@ -8,7 +8,7 @@ pub mod model;
 pub mod optim;
 pub mod weights;
 
-use finetune_core::{error, locks, threads, tokenizer_names, units};
+use finetune_core::{error, gguf_names, locks, threads, tokenizer_names, units};
 use finetune_data as data;
 use finetune_ops::ops;
 use finetune_recipe as recipe;

@@ -20,7 +20,7 @@ use std::collections::HashSet;
 
 use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, TokenMixer, WeightShape};
 use crate::objectives::ObjectiveCost;
-use crate::parallel::ParamDesc;
+use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
 
@@ -66,7 +66,8 @@ pub struct TrainedWeights {
 impl TrainedWeights {
     /// Describes the trained weights among the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
-        let frozen = descs.iter().any(|desc| !desc.kind.trains());
+        let is_frozen = |kind: ParamKind| !kind.trains() && !matches!(kind, ParamKind::Buffer { .. });
+        let frozen = descs.iter().any(|desc| is_frozen(desc.kind));
         TrainedWeights {
             branches: frozen.then(|| adapter_weights(config, descs, |_| true)),
             recomputed: recomputed_weights(config, descs),
@@ -192,6 +193,10 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
                 _ => row / 2.0,
             };
             4.0 * width * seen
+        }
+        // Widths of keys and of values differ.
+        TokenMixer::Latent(latent) => {
+            2.0 * (latent.attended_widths() * config.heads.num_heads) as f64 * row / 2.0
         }
         TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
     })

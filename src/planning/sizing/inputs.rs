@@ -81,7 +81,7 @@ fn has_weights(folder: &Path) -> bool {
     let Ok(entries) = folder.read_dir() else { return true };
     entries
         .flatten()
-        .any(|entry| entry.path().extension().is_some_and(|extension| extension == "safetensors"))
+        .any(|entry| entry.path().extension().is_some_and(|end| end == "safetensors" || end == "gguf"))
 }
 
 /// Returns the options of the engine on `hardware`, or on the devices of this machine.

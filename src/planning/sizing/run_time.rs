@@ -70,8 +70,11 @@ impl SizingRequest<'_> {
     /// Returns the bytes that a run of `recipe` writes.
     fn saved_bytes(&self, recipe: &Recipe, step: &PlannedStep) -> WrittenBytes {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
-        let dtypes = if has_adapter { Default::default() } else { self.inputs.base.stored_dtypes() };
-        WrittenBytes::of(&step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
+        let base = self.inputs.base;
+        let dtypes = if has_adapter { Default::default() } else { base.stored_dtypes() };
+        let kept = if has_adapter { 0 } else { base.kept.bytes() };
+        let given = recipe.checkpoint.output_dtype;
+        WrittenBytes::of(&step.descs, recipe, &StoredAs { given, dtypes, kept })
     }
 
     /// Returns the bytes on disk after the run of `recipe`: its newest checkpoints, as many as it

@@ -463,7 +463,7 @@ fn a_family_that_is_not_known() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `model_type` is "mamba2"
-      caused by: accepted: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, granite, granitemoehybrid, smollm3, seed_oss, ministral, ministral3, olmo2, olmo3, exaone4, glm4, ernie4_5, arcee, starcoder2, nemotron, stablelm, cohere, cohere2, mixtral, qwen2_moe, qwen3_moe, olmoe, qwen3_5_text, qwen3_5_moe_text, qwen3_next, granitemoe
+      caused by: accepted: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, granite, granitemoehybrid, smollm3, seed_oss, ministral, ministral3, olmo2, olmo3, exaone4, glm4, ernie4_5, arcee, starcoder2, nemotron, stablelm, cohere, cohere2, mixtral, qwen2_moe, qwen3_moe, olmoe, qwen3_5_text, qwen3_5_moe_text, qwen3_next, granitemoe, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mistral4
     hint: choose a model of one of these families
     "#);
 }
@@ -646,11 +646,11 @@ fn weights_in_other_formats() {
     place.write("model/model-q4_k_m.gguf", "GGUF");
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
-    error: folder `[DIR]/model` holds only GGUF files (model-q4_k_m.gguf)
-      caused by: GGUF is a format for inference, which finetune does not train
-      caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
-    hint: give the repository that the GGUF was made from; its card calls it the base model
+    error: cannot read weights [DIR]/model/model-q4_k_m.gguf
+      caused by: it has 4 bytes; a GGUF file has at least 24
+    hint: download or save the file again
     ");
+    std::fs::remove_file(place.path("model/model-q4_k_m.gguf")).unwrap();
     place.write("model/pytorch_model.bin", "PK");
     assert_snapshot!(no_run(&place, &[]), @r#"
     exit 1

@@ -126,6 +126,7 @@ fn place() -> Place {
     fs::copy(place.path("ROWS.jsonl"), place.path("TEST.jsonl")).unwrap();
     copy_folder(&golden("train/lora/adapter_final"), &place.path("ADAPTER"));
     copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &place.path("MODEL-gptq"));
+    fs::copy(golden("qbases/models/tiny-gguf-q8_0/model.gguf"), place.path("MODEL.gguf")).unwrap();
     place
 }
 

@@ -51,7 +51,7 @@ fn help_of_the_root() {
       help           Print this message or the help of the given subcommand(s)
 
     Options:
-          --model <MODEL>            Model: a Hugging Face folder or a hub id
+          --model <MODEL>            Model: a Hugging Face folder, a GGUF file or a hub id
           --recipe <RECIPE>          Recipe: a TOML file or the name of a built-in recipe
           --dataset <DATASET>        Training data: a file, a folder or a hub data set; may be repeated
           --eval-dataset <DATASET>   Held-out data for evaluation, given like --dataset; may be repeated
@@ -193,8 +193,8 @@ fn help_of_every_verb() {
     Usage: finetune export [OPTIONS] --output <PATH> --format <FORMAT>
 
     Options:
-          --model <MODEL>        Model: a Hugging Face folder or a hub id [default: the one the adapter
-                                 names]
+          --model <MODEL>        Model: a Hugging Face folder, a GGUF file or a hub id [default: the one
+                                 the adapter names]
           --adapter <ADAPTER>    Adapter: a folder or a hub id
           --force-base           Use the adapter on a model other than the one it was trained on
           --merge                Export the whole model with the adapter merged, instead of a LoRA GGUF
@@ -223,8 +223,8 @@ fn help_of_every_verb() {
     Usage: finetune generate [OPTIONS] <--prompt <TEXT>|--chat [<TEXT>]|--input <FILE>>
 
     Options:
-          --model <MODEL>           Model: a Hugging Face folder or a hub id [default: the one the
-                                    adapter names]
+          --model <MODEL>           Model: a Hugging Face folder, a GGUF file or a hub id [default: the
+                                    one the adapter names]
           --adapter <ADAPTER>       Adapter: a folder or a hub id
           --force-base              Use the adapter on a model other than the one it was trained on
           --recipe <RECIPE>         Recipe with chat template and model settings, such as
@@ -270,8 +270,8 @@ fn help_of_every_verb() {
     Usage: finetune eval [OPTIONS] --dataset <DATASET>
 
     Options:
-          --model <MODEL>            Model: a Hugging Face folder or a hub id [default: the one the
-                                     adapter names]
+          --model <MODEL>            Model: a Hugging Face folder, a GGUF file or a hub id [default: the
+                                     one the adapter names]
           --adapter <ADAPTER>        Adapter: a folder or a hub id
           --force-base               Use the adapter on a model other than the one it was trained on
           --dataset <DATASET>        Data set: a file, a folder or a hub data set; may be repeated
@@ -473,7 +473,7 @@ fn help_of_every_verb() {
     Usage: finetune verify-resume [OPTIONS]
 
     Options:
-          --model <MODEL>            Model: a Hugging Face folder or a hub id
+          --model <MODEL>            Model: a Hugging Face folder, a GGUF file or a hub id
           --recipe <RECIPE>          Recipe: a TOML file or the name of a built-in recipe
           --dataset <DATASET>        Training data: a file, a folder or a hub data set; may be repeated
           --eval-dataset <DATASET>   Held-out data for evaluation, given like --dataset; may be repeated

@@ -183,7 +183,8 @@ fn a_70b_folder_is_planned_in_little_memory() {
     let args = ["plan", "--full", "--model", "70B", "--recipe", "qlora", "--on", "8xH100-80GB", "--quiet"];
     let (bytes, done) = peak(&mut place.command(&args));
     assert!(done.status.success(), "{}", place.told(&done.stderr));
-    assert!((1e6..48e6).contains(&bytes), "{bytes}");
+    // The code of a test build takes some 45 MB.
+    assert!((1e6..56e6).contains(&bytes), "{bytes}");
 }
 
 /// A published estimate says a week for 500 million tokens on 64 A100; by arithmetic it is hours.

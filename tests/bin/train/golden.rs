@@ -111,6 +111,16 @@ fn experts_follow_transformers_and_peft() {
     follows("full_granitemoe");
 }
 
+/// Latent attention, and experts that sigmoids with a bias choose in groups.
+#[test]
+fn latent_attention_follows_transformers_and_peft() {
+    follows("lora_deepseek-v3");
+    follows("full_deepseek-v3");
+    follows("full_glm4-moe");
+    follows("lora_glm4-moe-lite");
+    follows("full_mistral4");
+}
+
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.
 #[test]
 fn gated_deltanet_follows_transformers_and_peft() {
@@ -124,7 +134,7 @@ fn gated_deltanet_follows_transformers_and_peft() {
 /// trains on the dequantized weights.
 #[test]
 fn lora_on_packed_bases_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block"] {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "gguf_q4_k"] {
         follows(&format!("lora_{format}"));
     }
 }

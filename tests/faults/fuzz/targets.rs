@@ -12,6 +12,7 @@ use finetune::checkpoint::SavedCheckpoint;
 use finetune::collective::launch::nodelist;
 use finetune::data::template::TemplateInputs;
 use finetune::data::{ChatTemplate, Split, Tokenizer, sandbox, source};
+use finetune::export::gguf;
 use finetune::model::ModelConfig;
 use finetune::recipe::{BUILT_IN, Recipe, RecipeLayers, RecipeText};
 use finetune::rendezvous::{JoinRequest, Listener, Master, Peer, RendezvousOptions, Secret, Session};
@@ -80,6 +81,24 @@ fn packed_weights() {
             },
         );
     }
+}
+
+/// GGUF files: the container, the metadata of model and tokenizer, blocks.
+#[test]
+fn gguf_models() {
+    let seeds = ["tiny-gguf-q4_0", "tiny-gguf-q8_0"]
+        .map(|model| std::fs::read(seeds::golden("qbases/models").join(model).join("model.gguf")).unwrap());
+    on_file("model.gguf", seeds.into(), 100, &[], |path| {
+        let folder = folder_of(path).join("described");
+        if gguf::describe_base(path, &folder).is_err() {
+            return;
+        }
+        let Ok(files) = ModelFiles::open(&folder) else { return };
+        for (name, info) in files.tensors() {
+            let mut values = vec![0.0; info.elements()];
+            let _ = files.read_f32(name, &mut values);
+        }
+    });
 }
 
 /// Settings of packed formats.

@@ -142,9 +142,9 @@ fn elementwise(dtype: DType, results: &mut Results) {
         results.insert(names[0], bits(&activate(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
-    let router = Router { chosen: 2, renormalize: false };
+    let router = Router::softmax(2, false);
     let logits = x.narrow(1, 0, 24).unwrap().contiguous().unwrap();
-    let choice = choose_experts(&logits, router).unwrap();
+    let choice = choose_experts(&logits, None, router).unwrap();
     let rows = ExpertRows::of(&choice, 24).unwrap();
     let (of_rows, d_rows) = (cast("rows", (400, 96), dtype), TensorMut::new(cast("drows", (400, 96), dtype)));
     results.insert("scale_rows", bits(&scale_rows(&of_rows, &choice.weights, &rows).unwrap()));

@@ -14,8 +14,8 @@ use finetune::ops::cross_entropy::{
     score_targets,
 };
 use finetune::ops::experts::{
-    ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
-    scale_rows_backward,
+    ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward, combine_rows,
+    scale_rows, scale_rows_backward,
 };
 use finetune::ops::gated_delta::{
     DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward,
@@ -182,16 +182,25 @@ fn of_activations() {
 /// of `x`.
 fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (usize, Router)) -> Vec<f64> {
     let (k, tokens) = (router.chosen, logits.len() / experts);
+    let score = |logit: f64| match router.scores {
+        RouterScores::Softmax => logit.exp(),
+        RouterScores::Sigmoid => 1.0 / (1.0 + (-logit).exp()),
+    };
+    let factor = f64::from(router.factor);
     let width = x.len() / (tokens * k);
     let mut y = vec![0.0; tokens * width];
     for ((logits, y), places) in logits.chunks(experts).zip(y.chunks_mut(width)).zip(places.chunks(k)) {
         let mut order: Vec<usize> = (0..experts).collect();
         order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
-        let sum_of = |ids: &[usize]| ids.iter().map(|id| logits[*id].exp()).sum::<f64>();
-        let sum = if router.renormalize { sum_of(&order[..k]) } else { sum_of(&order) };
+        let sum_of = |ids: &[usize]| ids.iter().map(|id| score(logits[*id])).sum::<f64>();
+        let sum = match router.scores {
+            _ if router.renormalize => sum_of(&order[..k]),
+            RouterScores::Softmax => sum_of(&order),
+            RouterScores::Sigmoid => 1.0,
+        };
         for (id, place) in order[..k].iter().zip(places) {
             let row = &x[place * width..][..width];
-            y.iter_mut().zip(row).for_each(|(y, x)| *y += logits[*id].exp() / sum * x);
+            y.iter_mut().zip(row).for_each(|(y, x)| *y += score(logits[*id]) / sum * factor * x);
         }
     }
     y
@@ -199,11 +208,13 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
 
 #[test]
 fn of_experts() {
-    for renormalize in [false, true] {
-        let (tokens, experts, router) = (5, 7, Router { chosen: 3, renormalize });
+    let sigmoid = Router { scores: RouterScores::Sigmoid, factor: 2.5, ..Router::softmax(3, true) };
+    let plain = Router { renormalize: false, ..sigmoid };
+    for router in [Router::softmax(3, false), Router::softmax(3, true), sigmoid, plain] {
+        let (tokens, experts) = (5, 7);
         let (logits, dy) = (normal("logits", (tokens, experts)), normal("dy", (tokens, 4)));
         let x = normal("x", (tokens * router.chosen, 4));
-        let choice = choose_experts(&logits, router).unwrap();
+        let choice = choose_experts(&logits, None, router).unwrap();
         let rows = ExpertRows::of(&choice, experts).unwrap();
         let mut places = vec![0; tokens * router.chosen];
         rows.copies().iter().enumerate().for_each(|(row, copy)| places[*copy as usize] = row);

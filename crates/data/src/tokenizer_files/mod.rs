@@ -6,6 +6,7 @@
 mod byte_ranks;
 mod class;
 mod converted;
+pub(crate) mod gguf;
 #[cfg(test)]
 mod golden;
 mod protobuf;

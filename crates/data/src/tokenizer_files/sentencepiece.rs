@@ -29,11 +29,22 @@ pub(super) fn convert(
     settings: TokenizerSettings,
     model: &Map<String, Value>,
 ) -> Result<ConvertedVocabulary, String> {
-    let class = spm_class(model, &settings.config)?;
-    let model = SpmModel::read(bytes)?;
+    convert_model(&SpmModel::read(bytes)?, settings, model)
+}
+
+/// Converts `model` of a folder with `settings` and the config.json `config`.
+///
+/// # Errors
+/// Fails with the reason if finetune does not support the model.
+pub(super) fn convert_model(
+    model: &SpmModel,
+    settings: TokenizerSettings,
+    config: &Map<String, Value>,
+) -> Result<ConvertedVocabulary, String> {
+    let class = spm_class(config, &settings.config)?;
     check_splits(model.pieces.iter().map(|piece| piece.text.len()))?;
     if class == SpmClass::Generic {
-        return generic(&model, settings);
+        return generic(model, settings);
     }
     if model.algorithm()? != Algorithm::Bpe {
         return Err(
@@ -42,7 +53,7 @@ pub(super) fn convert(
                 .to_owned(),
         );
     }
-    if class == SpmClass::Llama { llama(&model, settings) } else { gemma(&model, settings) }
+    if class == SpmClass::Llama { llama(model, settings) } else { gemma(model, settings) }
 }
 
 /// The rules of `LlamaTokenizer`.

@@ -15,9 +15,9 @@ pub(crate) struct TokenizerSettings {
     /// The object in tokenizer_config.json.
     pub(crate) config: Map<String, Value>,
     /// The object in special_tokens_map.json.
-    map: Map<String, Value>,
+    pub(super) map: Map<String, Value>,
     /// The object in added_tokens.json.
-    list: Map<String, Value>,
+    pub(super) list: Map<String, Value>,
     /// True if listed tokens match the text before it is normalized.
     pub(super) listed_are_raw: bool,
 }

@@ -89,6 +89,31 @@ impl SpmModel {
         Ok(model)
     }
 
+    /// Creates a BPE model of these pieces; `special` returns id and text of a special token.
+    pub(super) fn of_bpe<'t>(
+        pieces: Vec<Piece>,
+        byte_fallback: bool,
+        dummy_prefix: bool,
+        removes_spaces: bool,
+        special: impl Fn(&str) -> Option<(i64, &'t str)>,
+    ) -> Self {
+        let named =
+            |name| special(name).map_or(NamedPiece::new(-1, ""), |(id, text)| NamedPiece::new(id, text));
+        SpmModel {
+            pieces,
+            algorithm: 2,
+            byte_fallback,
+            unk: named("unk_token"),
+            bos: named("bos_token"),
+            eos: named("eos_token"),
+            space_as_suffix: false,
+            charsmap: Vec::new(),
+            dummy_prefix,
+            removes_spaces,
+            escapes_spaces: true,
+        }
+    }
+
     fn fields(&mut self, bytes: &[u8]) -> Result<(), String> {
         for field in Fields(bytes) {
             let field = field?;

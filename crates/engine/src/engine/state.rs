@@ -30,18 +30,18 @@ struct FlatValues {
 }
 
 impl Trainer {
-    /// Returns the trainable tensors by the rank that saves them, each with its global shape; the
+    /// Returns the saved tensors by the rank that saves them, each with its global shape; the
     /// result is the same on all ranks.
     pub fn shares(&self) -> Vec<Vec<ParamDesc>> {
         let mut shares = vec![Vec::new(); self.engine.store.mesh().world().size()];
-        for (index, bucket) in self.engine.store.trainable().enumerate() {
+        for (index, bucket) in self.engine.store.saved().enumerate() {
             let descs = bucket.entries.iter().map(|entry| entry.desc.clone());
             shares[self.saved_by(index)].extend(descs);
         }
         shares
     }
 
-    /// Returns the rank that saves trainable bucket `index`.
+    /// Returns the rank that saves bucket `index`.
     fn saved_by(&self, index: usize) -> usize {
         match self.options.save_assignment {
             SaveAssignment::Rank0 => 0,
@@ -49,7 +49,7 @@ impl Trainer {
         }
     }
 
-    /// Returns this rank's share of the trainable tensors as the optimizer updates them. With
+    /// Returns this rank's share of the saved tensors as the optimizer updates them. With
     /// `with_state`, the optimizer's state is included. All ranks call it.
     ///
     /// # Errors
@@ -61,9 +61,10 @@ impl Trainer {
         let world = store.mesh().world();
         let kept = if with_state { self.optimizer.state_layout().tensors } else { &[] };
         let mut share = Vec::new();
-        for (index, bucket) in store.trainable().enumerate() {
+        for (index, bucket) in store.saved().enumerate() {
             let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
             let mut flats = Vec::new();
+            let kept = if bucket.trains() { kept } else { &[] };
             if bucket.own().len() < bucket.elements() {
                 for position in 0..kept.len() {
                     flats.push(self.gathered(index, bucket, position)?);

@@ -224,6 +224,11 @@ impl Bucket {
         }
     }
 
+    /// Returns whether an optimizer updates its values.
+    pub(crate) fn trains(&self) -> bool {
+        self.grad.is_some()
+    }
+
     /// Returns the gradient of the updated values, flat and as long as [`Bucket::own`], or `None`
     /// for a frozen bucket.
     ///

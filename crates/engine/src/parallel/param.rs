@@ -36,6 +36,11 @@ pub enum ParamKind {
     },
     /// Frozen, and kept in a quantized format.
     Quantized(QuantFormat),
+    /// Values beside the weights that no optimizer updates (torch's buffers): f32 in every run.
+    Buffer {
+        /// True if outputs and checkpoints have it, since all weights train.
+        saved: bool,
+    },
     /// A trainable weight of the model.
     Trainable(UpdateRule),
     /// A trainable matrix, vector or rows of an adapter: f32 for any dtype of the model.
@@ -138,7 +143,7 @@ impl ParamKind {
     /// Returns the rule of the optimizer for it, or `None` if it is frozen.
     pub(crate) fn update_rule(self) -> Option<UpdateRule> {
         match self {
-            ParamKind::Frozen { .. } | ParamKind::Quantized(_) => None,
+            ParamKind::Frozen { .. } | ParamKind::Quantized(_) | ParamKind::Buffer { .. } => None,
             ParamKind::Trainable(rule) | ParamKind::Adapter(rule) | ParamKind::AdapterInBf16(rule) => {
                 Some(rule)
             }
@@ -171,6 +176,8 @@ pub(super) enum BucketKind {
     FrozenAs,
     /// Frozen and quantized.
     Quantized,
+    /// Values that no optimizer updates, in f32.
+    Buffer,
     /// Weights of the model that train.
     Trainable,
     /// Parameters of an adapter.
@@ -185,6 +192,7 @@ impl BucketKind {
             ParamKind::Frozen { dtype: None } => BucketKind::Frozen,
             ParamKind::Frozen { dtype: Some(_) } => BucketKind::FrozenAs,
             ParamKind::Quantized(_) => BucketKind::Quantized,
+            ParamKind::Buffer { .. } => BucketKind::Buffer,
             ParamKind::Trainable(_) => BucketKind::Trainable,
             ParamKind::Adapter(_) => BucketKind::Adapter,
             ParamKind::AdapterInBf16(_) => BucketKind::AdapterInBf16,
@@ -195,7 +203,9 @@ impl BucketKind {
         match self {
             BucketKind::Adapter | BucketKind::AdapterInBf16 => ParamRole::Adapter,
             BucketKind::Trainable => ParamRole::Trainable,
-            BucketKind::Frozen | BucketKind::FrozenAs | BucketKind::Quantized => ParamRole::Frozen,
+            BucketKind::Frozen | BucketKind::FrozenAs | BucketKind::Quantized | BucketKind::Buffer => {
+                ParamRole::Frozen
+            }
         }
     }
 }

@@ -359,6 +359,15 @@ impl ParamStore {
         self.buckets.iter().filter(|bucket| bucket.grad.is_some())
     }
 
+    /// Returns the buckets that outputs and checkpoints have: the trainable ones, in their order,
+    /// then those of values that no optimizer updates.
+    pub(crate) fn saved(&self) -> impl Iterator<Item = &Bucket> {
+        let is_saved = |kind: ParamKind| matches!(kind, ParamKind::Buffer { saved: true });
+        let buffers =
+            move |bucket: &&Bucket| bucket.entries.first().is_some_and(|entry| is_saved(entry.desc.kind));
+        self.trainable().chain(self.buckets.iter().filter(buffers))
+    }
+
     /// Returns whether the embedding has a gradient to compute.
     pub(crate) fn embedding_trains(&self) -> bool {
         self.trainable().any(|bucket| bucket.segment == Segment::Embed)
@@ -446,7 +455,7 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
         spec: spec(group),
         mesh: &options.mesh,
         dtype: match descs[0].kind {
-            ParamKind::Adapter(_) => DType::F32,
+            ParamKind::Adapter(_) | ParamKind::Buffer { .. } => DType::F32,
             ParamKind::AdapterInBf16(_) => DType::BF16,
             ParamKind::Frozen { dtype } => dtype.unwrap_or(options.dtype),
             ParamKind::Quantized(_) | ParamKind::Trainable(_) => options.dtype,

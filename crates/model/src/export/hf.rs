@@ -14,8 +14,8 @@ use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written, split, write_index_of,
-    write_sharded, write_shards,
+    AtomicDir, KeptTensors, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written,
+    output_dtype, split, write_index_of, write_sharded, write_shards,
 };
 
 /// The shard size of transformers, in bytes.
@@ -55,27 +55,35 @@ pub struct ExportParts {
     tokenizer: Option<TokenizerFiles>,
     /// True if embedding and head are two tables, though `source` ties them.
     untied: bool,
+    /// The tensors of `source` that the model keeps.
+    kept: KeptTensors,
 }
 
 impl ExportParts {
     /// Plans a model of the tensors in `shares`, by rank. Its other files are those of `source`,
     /// and a given `tokenizer` replaces its own. `untied` means that embedding and head are two
-    /// tables, though `source` ties them.
+    /// tables, though `source` ties them. Rank 0 writes the tensors that are `kept`.
     pub fn new(
         shares: Vec<Vec<WriteEntry>>,
         source: PathBuf,
         tokenizer: Option<TokenizerFiles>,
         untied: bool,
+        kept: KeptTensors,
     ) -> Self {
         let (mut shards, mut of_rank) = (Vec::new(), Vec::new());
-        for share in shares {
+        for (rank, share) in shares.into_iter().enumerate() {
             let start = shards.len();
+            let mut share: Vec<WriteEntry> =
+                share.into_iter().map(|entry| kept.named_as_stored(entry)).collect();
+            if rank == 0 {
+                share.extend(kept.entries());
+            }
             if !share.is_empty() {
                 shards.extend(split(&share, SHARD_BYTES));
             }
             of_rank.push(start..shards.len());
         }
-        ExportParts { shards, of_rank, source, tokenizer, untied }
+        ExportParts { shards, of_rank, source, tokenizer, untied, kept }
     }
 
     /// Writes the tensors of a rank's share to the existing folder of all ranks; `write` as in
@@ -87,9 +95,11 @@ impl ExportParts {
         &self,
         rank: usize,
         folder: &Path,
-        write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
+        mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
     ) -> Result<Vec<Written>> {
-        write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)
+        write_shards(folder, &self.shards, self.of_rank[rank].clone(), |entry, sink| {
+            if self.kept.write(entry, sink)? { Ok(()) } else { write(entry, sink) }
+        })
     }
 
     /// Writes index, config.json and tokenizer beside the tensors of all ranks. Returns the index.
@@ -99,7 +109,7 @@ impl ExportParts {
     pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
         let index = write_index_of(folder, &self.shards)?;
         let entries: Vec<WriteEntry> = self.shards.iter().flatten().cloned().collect();
-        let changes = ConfigChanges::for_weights(&entries).untied(self.untied);
+        let changes = ConfigChanges::for_weights(&entries).untied(self.untied).with_kept(&self.kept);
         sidecar_files::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
         Ok(index.into_iter().collect())
     }
@@ -115,18 +125,22 @@ impl ExportParts {
 pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64) -> Result<u64> {
     let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
         name: name.into(),
-        dtype: info.dtype.stored_as(dtype),
+        dtype: output_dtype(name, info.dtype, dtype),
         shape: info.shape.clone(),
         stack: info.stack.clone(),
     };
+    let kept = files.kept();
+    let entry = |tensor| kept.named_as_stored(entry(tensor));
     let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
     // The parts of a stack in their stored order.
     let start = |entry: &WriteEntry| files.info(&entry.name).map_or(0, |info| info.range.start);
     entries.sort_by_cached_key(|entry| (entry.stored_name().to_owned(), start(entry)));
+    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart()).with_kept(kept);
+    entries.extend(kept.entries());
     let folder = AtomicDir::create(output)?;
-    let written =
-        write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| copy_tensor(files, entry, sink))?;
-    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart());
+    let written = write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| {
+        if kept.write(entry, sink)? { Ok(()) } else { copy_tensor(files, entry, sink) }
+    })?;
     sidecar_files::copy(files.folder(), None, folder.path(), changes)?;
     folder.commit()?;
     Ok(written.iter().map(|file| file.bytes).sum())

@@ -6,7 +6,8 @@ use candle_core::DType;
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
-    GatedMlpWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights, TokenMixerWeights,
+    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SharedExpertWeights,
+    TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -131,7 +132,7 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         layout.module(part).map(|module| norm(&module.name_in(layer), module.bias, from)).transpose()
     };
     let token_mixer = token_mixer(block.token_mixer, &linears, &optional)?;
-    let channel_mixer = channel_mixer(block.channel_mixer, &linears)?;
+    let channel_mixer = channel_mixer(block.channel_mixer, &linears, &optional)?;
     let norms = |before, after| -> Result<MixerNorms> {
         Ok(MixerNorms {
             before: hidden_norm(before)?,
@@ -157,15 +158,27 @@ fn token_mixer(
     optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
 ) -> Result<TokenMixerWeights> {
     let (qkv, o) = (linears(LinearGroup::Qkv)?, linears(LinearGroup::O)?);
+    let param = |part: BlockPart| {
+        optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
+    };
     Ok(match mixer {
         TokenMixer::Attention(mixer) => {
             let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
             TokenMixerWeights::Attention(AttentionWeights { mixer, qkv, qk_norm, o })
         }
-        TokenMixer::GatedDelta(mixer) => {
-            let param = |part: BlockPart| {
-                optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
+        TokenMixer::Latent(mixer) => {
+            let up = |norm, group| -> Result<LatentUp> {
+                Ok(LatentUp { norm: param(norm)?, up: linears(group)? })
             };
+            let q_up = || up(BlockPart::LatentQNorm, LinearGroup::QUp);
+            TokenMixerWeights::Latent(Box::new(LatentWeights {
+                mixer,
+                attention: AttentionWeights { mixer: mixer.attention, qkv, qk_norm: None, o },
+                q_up: mixer.q_rank.map(|_| q_up()).transpose()?,
+                kv_up: up(BlockPart::LatentKvNorm, LinearGroup::KvUp)?,
+            }))
+        }
+        TokenMixer::GatedDelta(mixer) => {
             let conv = param(BlockPart::DeltaConv)?;
             let shape = (mixer.heads.conv_width(), mixer.conv_kernel);
             let grad = conv.grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
@@ -182,10 +195,12 @@ fn token_mixer(
     })
 }
 
-/// Returns the weights of a channel mixer, of the layers that `linears` gives.
+/// Returns the weights of a channel mixer, of the layers that `linears` gives and the parameters
+/// that `optional` gives if the block has them.
 fn channel_mixer(
     mixer: ChannelMixer,
     linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+    optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
 ) -> Result<ChannelMixerWeights> {
     Ok(match mixer {
         ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
@@ -201,6 +216,7 @@ fn channel_mixer(
         ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(ExpertsWeights {
             mixer,
             router: linears(LinearGroup::Router)?,
+            bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value),
             experts: (0..mixer.count as u16)
                 .map(|e| {
                     let gate_up = linears(LinearGroup::ExpertGateUp(e))?;

@@ -24,6 +24,8 @@ pub enum BlockPart {
     DownProj,
     /// The router's projection to a logit for each expert.
     Router,
+    /// The bias of each expert's score, for the choice alone.
+    RouterBias,
     /// The projection of the expert of this number to the input of its activation.
     ExpertGate(u16),
     /// The projection of an expert to the factor of the activated gate.
@@ -60,6 +62,19 @@ pub enum BlockPart {
     DeltaStep,
     /// The gated norm of each head's output.
     DeltaNorm,
+    /// Latent attention's projection to the latent of queries.
+    LatentQ,
+    /// Latent attention's projection to the latent of keys and values, and to the rotated part of
+    /// keys.
+    LatentKv,
+    /// Latent attention's projection from the latent to queries.
+    LatentQUp,
+    /// Latent attention's projection from the latent to keys and values.
+    LatentKvUp,
+    /// The norm of the latent of queries.
+    LatentQNorm,
+    /// The norm of the latent of keys and values.
+    LatentKvNorm,
     /// The norm on each head's query.
     QNorm,
     /// The norm on each head's key.
@@ -77,8 +92,12 @@ pub enum BlockPart {
 /// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearGroup {
-    /// Queries, keys and values; all first projections of Gated DeltaNet.
+    /// Queries, keys and values; all first projections of latent attention and of Gated DeltaNet.
     Qkv,
+    /// Latent attention's queries from their latent.
+    QUp,
+    /// Latent attention's keys and values from their latent.
+    KvUp,
     /// The output projection of the token mixer.
     O,
     /// The MLP's gate and up, or up alone.
@@ -127,11 +146,16 @@ impl BlockPart {
         matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
     }
 
+    /// Returns true for values that no optimizer updates.
+    pub fn is_buffer(self) -> bool {
+        self == BlockPart::RouterBias
+    }
+
     /// Returns the name of its parameter, given the name of its module: `…q_proj.weight`. Some
     /// parameters have no module of their own.
     pub fn parameter(self, module: &str) -> String {
         match self {
-            BlockPart::DeltaRate | BlockPart::DeltaStep => module.to_owned(),
+            BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::RouterBias => module.to_owned(),
             _ => format!("{module}.weight"),
         }
     }
@@ -153,7 +177,11 @@ impl BlockPart {
             | BlockPart::DeltaB
             | BlockPart::DeltaA
             | BlockPart::DeltaQkvz
-            | BlockPart::DeltaBa => Some(LinearGroup::Qkv),
+            | BlockPart::DeltaBa
+            | BlockPart::LatentQ
+            | BlockPart::LatentKv => Some(LinearGroup::Qkv),
+            BlockPart::LatentQUp => Some(LinearGroup::QUp),
+            BlockPart::LatentKvUp => Some(LinearGroup::KvUp),
             BlockPart::OProj | BlockPart::DeltaOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
@@ -165,10 +193,13 @@ impl BlockPart {
             BlockPart::SharedGate | BlockPart::SharedUp => Some(LinearGroup::SharedGateUp),
             BlockPart::SharedDown => Some(LinearGroup::SharedDown),
             BlockPart::SharedFactor => Some(LinearGroup::SharedFactor),
-            BlockPart::DeltaConv
+            BlockPart::RouterBias
+            | BlockPart::DeltaConv
             | BlockPart::DeltaRate
             | BlockPart::DeltaStep
             | BlockPart::DeltaNorm
+            | BlockPart::LatentQNorm
+            | BlockPart::LatentKvNorm
             | BlockPart::QNorm
             | BlockPart::KNorm
             | BlockPart::AttnNorm

@@ -8,6 +8,7 @@ use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::experts::Router;
 use crate::ops::gated_delta::DeltaHeads;
 use crate::ops::glu::Activation;
+use crate::ops::rms_norm::NormKind;
 
 /// The parts of one block.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,6 +28,8 @@ pub struct BlockConfig {
 pub enum TokenMixer {
     /// Softmax attention with rotary positions.
     Attention(AttentionMixer),
+    /// Softmax attention whose queries, keys and values come from narrow latents.
+    Latent(LatentMixer),
     /// A recurrence with a state of fixed size.
     GatedDelta(DeltaMixer),
 }
@@ -36,6 +39,7 @@ impl TokenMixer {
     pub fn attention(&self) -> Option<&AttentionMixer> {
         match self {
             TokenMixer::Attention(attention) => Some(attention),
+            TokenMixer::Latent(latent) => Some(&latent.attention),
             TokenMixer::GatedDelta(_) => None,
         }
     }
@@ -45,6 +49,10 @@ impl TokenMixer {
         match self {
             TokenMixer::Attention(mixer) if mixer.has_gates => heads.qkv_width() + heads.q_width(),
             TokenMixer::Attention(_) => heads.qkv_width(),
+            TokenMixer::Latent(mixer) => {
+                let q = mixer.q_rank.unwrap_or(heads.num_heads * (mixer.plain + mixer.rotated));
+                q + mixer.kv_rank + mixer.rotated
+            }
             TokenMixer::GatedDelta(mixer) => mixer.input_width(),
         }
     }
@@ -53,6 +61,7 @@ impl TokenMixer {
     pub fn output_width(&self, heads: Heads) -> usize {
         match self {
             TokenMixer::Attention(_) => heads.q_width(),
+            TokenMixer::Latent(mixer) => heads.num_heads * mixer.value,
             TokenMixer::GatedDelta(mixer) => mixer.heads.value_width(),
         }
     }
@@ -197,6 +206,35 @@ impl DeltaMixer {
     }
 }
 
+/// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A head's query and key have `plain`
+/// columns and `rotated` ones; the rotated key is the same for all heads.
+///
+/// The width of [`ModelConfig::heads`](super::ModelConfig) is that of the wider of keys and values.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LatentMixer {
+    /// The scores and the rope; its projections and norms are those of latents.
+    pub attention: AttentionMixer,
+    /// The width of the latent of queries; `None`: queries are projected at once.
+    pub q_rank: Option<usize>,
+    /// The width of the latent of keys and values.
+    pub kv_rank: usize,
+    /// Columns of a head's query and key without positions.
+    pub plain: usize,
+    /// Columns of a head's query and key that rotate.
+    pub rotated: usize,
+    /// Columns of a head's value.
+    pub value: usize,
+    /// The norms of both latents.
+    pub norm: NormKind,
+}
+
+impl LatentMixer {
+    /// Returns the widths of a head's key and of its value together.
+    pub fn attended_widths(&self) -> usize {
+        self.plain + self.rotated + self.value
+    }
+}
+
 /// The vectors that the norms of q and k see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNormWidth {
@@ -241,6 +279,8 @@ pub struct Experts {
     pub count: usize,
     /// The router's settings.
     pub router: Router,
+    /// True if the choice adds a stored bias to each expert's score.
+    pub has_bias: bool,
     /// The inner width of each expert.
     pub width: usize,
     /// The activation of the gates.
@@ -263,6 +303,12 @@ pub struct SharedExpert {
 impl From<AttentionMixer> for TokenMixer {
     fn from(attention: AttentionMixer) -> Self {
         TokenMixer::Attention(attention)
+    }
+}
+
+impl From<LatentMixer> for TokenMixer {
+    fn from(mixer: LatentMixer) -> Self {
+        TokenMixer::Latent(mixer)
     }
 }
 

@@ -2,7 +2,8 @@
 //! `families` reads it from config.json.
 
 use super::composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
+    TokenMixer,
 };
 use super::families::Architecture;
 use super::rope::Rope;
@@ -79,7 +80,7 @@ impl ModelConfig {
     /// Returns the Gated DeltaNet of each block that has it, in the order of the blocks.
     pub fn gated_deltas(&self) -> impl Iterator<Item = &DeltaMixer> {
         self.blocks.iter().filter_map(|block| match &block.token_mixer {
-            TokenMixer::Attention(_) => None,
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) => None,
             TokenMixer::GatedDelta(delta) => Some(delta),
         })
     }
@@ -127,6 +128,16 @@ impl ModelConfig {
         let experts = self.experts().next().map_or_else(String::new, |experts| {
             format!(", {} experts of width {}", experts.count, experts.width)
         });
+        let latent = self.blocks.iter().find_map(|block| match block.token_mixer {
+            TokenMixer::Latent(LatentMixer { q_rank, kv_rank, plain, rotated, value, .. }) => {
+                let q_rank = q_rank.map_or_else(|| "none".to_owned(), |rank| rank.to_string());
+                Some(format!(
+                    ", q_lora_rank {q_rank}, kv_lora_rank {kv_rank}, qk_nope_head_dim {plain}, qk_rope_head_dim {rotated}, v_head_dim {value}"
+                ))
+            }
+            _ => None,
+        });
+        let latent = latent.unwrap_or_default();
         let delta = self.gated_deltas().next().map_or_else(String::new, |delta| {
             let DeltaHeads { num_key_heads, num_value_heads, key_dim, value_dim } = delta.heads;
             format!(
@@ -134,7 +145,7 @@ impl ModelConfig {
             )
         });
         format!(
-            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}{delta}{experts}",
+            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}{latent}{delta}{experts}",
             self.hidden_size, self.intermediate_size, self.vocab_size,
         )
     }

@@ -35,7 +35,7 @@ pub fn initial_value(
             stream.normals(start as u64..(start + len) as u64, std)
         }
         Role::Norm if !config.norm.unit_offset => vec![1.0; len],
-        Role::Norm | Role::Bias => vec![0.0; len],
+        Role::Norm | Role::Bias | Role::Buffer => vec![0.0; len],
     }
 }
 

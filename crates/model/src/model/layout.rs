@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan,
-    SharedExpert, TokenMixer,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, PlainMlp, QkNormWidth,
+    ResidualPlan, SharedExpert, TokenMixer,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
@@ -129,6 +129,23 @@ impl LayoutTable<'_> {
         rows
     }
 
+    fn latent(&self, mixer: &LatentMixer) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, heads, bias) = (self.0.hidden_size, self.0.heads.num_heads, mixer.attention.qkv_bias);
+        let (q, kv) = (heads * (mixer.plain + mixer.rotated), heads * (mixer.plain + mixer.value));
+        let first = match mixer.q_rank {
+            Some(rank) => self.linear(P::LatentQ, (rank, d), bias),
+            None => self.linear(P::QProj, (q, d), false),
+        };
+        let mut rows = vec![first, self.linear(P::LatentKv, (mixer.kv_rank + mixer.rotated, d), bias)];
+        rows.extend(mixer.q_rank.map(|rank| self.linear(P::LatentQUp, (q, rank), false)));
+        rows.push(self.linear(P::LatentKvUp, (kv, mixer.kv_rank), false));
+        rows.push(self.linear(P::OProj, (d, heads * mixer.value), mixer.attention.o_bias));
+        rows.extend(mixer.q_rank.map(|rank| self.norm(P::LatentQNorm, rank, false)));
+        rows.push(self.norm(P::LatentKvNorm, mixer.kv_rank, false));
+        rows
+    }
+
     fn gated_delta(&self, mixer: &DeltaMixer) -> Vec<BlockModule> {
         use BlockPart as P;
         let (d, heads) = (self.0.hidden_size, mixer.heads);
@@ -180,7 +197,8 @@ impl LayoutTable<'_> {
             // The parts of a stack come one after the other.
             experts.sort_by_key(|module| module.part.is_last_of_mlp());
         }
-        let routed = std::iter::once(router).chain(experts);
+        let bias = mixer.has_bias.then(|| self.norm(P::RouterBias, mixer.count, false));
+        let routed = std::iter::once(router).chain(bias).chain(experts);
         routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
     }
 
@@ -213,6 +231,7 @@ impl BlockLayout {
         let (table, block) = (LayoutTable(config), &config.blocks[layer]);
         let mut rows = match &block.token_mixer {
             TokenMixer::Attention(mixer) => table.attention(mixer),
+            TokenMixer::Latent(mixer) => table.latent(mixer),
             TokenMixer::GatedDelta(mixer) => table.gated_delta(mixer),
         };
         rows.extend(match &block.channel_mixer {
@@ -333,7 +352,9 @@ impl ModelPart {
     pub(crate) fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::LmHead => false,
-            ModelPart::Block { part, .. } => part.group().is_none() && !part.is_of_recurrence(),
+            ModelPart::Block { part, .. } => {
+                part.group().is_none() && !part.is_of_recurrence() && !part.is_buffer()
+            }
             ModelPart::FinalNorm => true,
         }
     }

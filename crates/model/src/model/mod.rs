@@ -35,16 +35,17 @@ pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights, DeltaState,
     DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights,
-    KeyValueCache, MixerNorms, PlainMlpWeights, SavedBytes, SharedExpertWeights, TokenMixerWeights, backward,
-    forward, recompute,
+    KeyValueCache, LatentUp, LatentWeights, MixerNorms, PlainMlpWeights, SavedBytes, SharedExpertWeights,
+    TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, PlainMlp,
-    QkNormWidth, ResidualPlan, SharedExpert, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
+    PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
+pub(crate) use families::families;
 pub use families::{
     Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
     GgufSoftcap, GgufWindows,

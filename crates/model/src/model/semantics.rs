@@ -9,9 +9,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, TokenMixer};
+use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer};
 use super::config::ModelConfig;
-use crate::ops::experts::Router;
+use crate::ops::experts::{Router, RouterScores};
 use crate::ops::gated_delta::DeltaHeads;
 
 /// Maximum length of a value in bytes; a longer one becomes its start and a digest.
@@ -49,9 +49,16 @@ impl ModelConfig {
         let residual: Vec<String> =
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
         let of_experts = |experts: &Experts| {
-            let Experts { count, router: Router { chosen, renormalize }, .. } = experts;
+            let Experts { count, router, has_bias, .. } = experts;
+            let Router { chosen, scores, renormalize, groups, factor } = router;
             let weights = if *renormalize { "renormalized" } else { "as they are" };
-            format!("{chosen} of {count}, weights {weights}")
+            let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
+            let bias = if *has_bias { ", with a bias" } else { "" };
+            let groups = groups.map_or_else(String::new, |groups| {
+                format!(", in {} of {} groups", groups.chosen, groups.count)
+            });
+            let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
+            format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}")
         };
         let experts: Vec<String> = self.experts().map(of_experts).collect();
         let token_mixers: Vec<String> =
@@ -83,6 +90,13 @@ fn token_mixer_text(mixer: &TokenMixer) -> String {
     match mixer {
         TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
         TokenMixer::Attention(_) => ATTENTION.to_owned(),
+        TokenMixer::Latent(LatentMixer { plain, rotated, norm, .. }) => {
+            format!(
+                "latent attention, {rotated} of {} columns rotate, epsilon {:?}",
+                plain + rotated,
+                norm.eps
+            )
+        }
         TokenMixer::GatedDelta(delta) => {
             let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
             format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")

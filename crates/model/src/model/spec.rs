@@ -18,6 +18,8 @@ pub enum Role {
     Embedding,
     /// A parameter of a recurrence that is no bias: decayed, not quantized.
     Recurrence,
+    /// Values beside the weights that no optimizer updates: f32 in every run.
+    Buffer,
     /// A norm's gain: not decayed.
     Norm,
     /// A bias: not decayed.
@@ -129,6 +131,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
         let role = match part {
             ModelPart::EmbedTokens => Role::Embedding,
             ModelPart::Block { part: BlockPart::DeltaStep, .. } => Role::Bias,
+            ModelPart::Block { part: BlockPart::RouterBias, .. } => Role::Buffer,
             ModelPart::Block { part, .. } if part.is_of_recurrence() => Role::Recurrence,
             ModelPart::Block { part, .. } if part.is_gate() => Role::Gate,
             norm if norm.is_norm() => Role::Norm,
@@ -159,6 +162,7 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     };
     let module =
         |NamedModule { name, part, weight, .. }| Module { name, shape: weight.dims(), kind: kind(part) };
-    let is_adaptable = |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence());
+    let is_adaptable =
+        |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence() || part.is_buffer());
     model_modules(config).into_iter().filter(|module| is_adaptable(module.part)).map(module).collect()
 }

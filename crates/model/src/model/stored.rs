@@ -8,7 +8,7 @@ use super::layout::stacked_experts;
 use super::parameters;
 use crate::error::{Error, Result};
 use crate::units;
-use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_further, is_rotary_buffer};
 
 /// The ends of the names of scales for a quantized key-value cache.
 const CACHE_SCALES: [&str; 5] = [".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale"];
@@ -40,10 +40,11 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 }
 
 /// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
-/// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
-/// of a model whose text part is used, scales of a quantized key-value cache and biases of zeros
-/// beside packed weights). Stacks of experts become a tensor for each expert. A head that differs
-/// from the embedding stays, though config.json ties the two. The notes of `files` record both.
+/// ignored (blocks beyond `num_hidden_layers`, scales of a quantized key-value cache and biases of
+/// zeros beside packed weights). Blocks that predict further tokens, and the other parts of an
+/// image-text model, are set apart: written models keep them. Stacks of experts become a tensor for
+/// each expert. A head that differs from the embedding stays, though config.json ties the two. The
+/// notes of `files` record all of these.
 ///
 /// # Errors
 /// User: a table or a bias cannot be read, or a stack of experts is not of this model.
@@ -78,20 +79,30 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
         };
         files.note(format!("{named} not used: `num_hidden_layers` of config.json is {layers}"));
     }
-    let further = files.pass_over(|name| name.split('.').any(|part| part == "mtp"));
+    let [further, dropped] = files.set_apart(is_further);
+    let named = |count| format!("{count} tensors that predict further tokens (`mtp`)");
     if further > 0 {
-        files.note(format!("{further} tensors that predict further tokens (`mtp`) are not used"));
+        files.note(format!("{} are not trained; written models keep them", named(further)));
+    }
+    if dropped > 0 {
+        files.note(format!("{} are quantized: they are neither used nor written", named(dropped)));
     }
     let Some(whole) = &config.text_of else { return };
     // Such a model has a container in its names by design.
     files.forget_names();
-    let other = files.pass_over(|name| {
+    let [_, quantized] = files.set_apart(|name| {
         !["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."]
             .iter()
             .any(|start| name.starts_with(start))
     });
-    let left_out = if other == 0 { String::new() } else { format!("; its {other} other tensors are not") };
-    files.note(format!("the text part of a model for images (`{whole}`) is used and written{left_out}"));
+    // A GGUF file holds the text part alone.
+    files.write_whole(quantized == 0 && files.source() == files.folder());
+    let written = match (quantized, files.kept().count()) {
+        (0, 0) => String::new(),
+        (0, _) => format!("; written models keep its other tensors as they are: {}", files.kept().describe()),
+        _ => format!(" and written; its other tensors are not, because {quantized} are quantized"),
+    };
+    files.note(format!("the text part of an image-text model (`{whole}`) is used{written}"));
 }
 
 /// Removes what tools store beside packed weights and the model does not use: scales of its

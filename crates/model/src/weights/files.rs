@@ -12,14 +12,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::clip;
+use super::no_weights::no_weights;
 use super::quantized::QuantizedTensor;
 use super::readers::ModelReader;
 use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement, TensorInfo, header,
-    index, packed, sidecar_files, tensor_names,
+    INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement,
+    TensorInfo, gguf, header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -44,6 +45,8 @@ pub struct ModelFiles {
     indexed: bool,
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
+    /// The tensors that written models keep.
+    kept: KeptTensors,
     /// A warning about renamed tensors.
     renamed: Option<String>,
     /// Warnings about tensors that are unused, or used in another way than config.json describes.
@@ -87,7 +90,8 @@ impl ModelFiles {
         self.renamed = tensor_names::note(&renamed);
         for (old, new) in renamed {
             if let Some(info) = self.tensors.remove(&old) {
-                self.tensors.insert(new, info);
+                self.tensors.insert(new.clone(), info);
+                self.kept.stored_names.insert(new, old);
             }
         }
         Ok(self)
@@ -99,11 +103,11 @@ impl ModelFiles {
         let shards = &self.shards;
         let reader = ModelReader::of(config.as_ref())
             .during(|| format!("cannot read a model from {}", place.display()))?;
-        self.parts = reader.recognise(&mut self.tensors, &|info| {
+        let found = reader.recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
         let mut packed: BTreeMap<&str, usize> = BTreeMap::new();
-        for parts in self.parts.values().filter(|parts| parts.is_packed()) {
+        for parts in found.values().filter(|parts| parts.is_packed()) {
             *packed.entry(parts.name()).or_default() += 1;
         }
         for (format, count) in packed {
@@ -111,6 +115,7 @@ impl ModelFiles {
             let note = format!("finetune dequantizes {count} stored as {format} while it reads the model");
             self.notes.push(note);
         }
+        self.parts.extend(found);
         Ok(self)
     }
 
@@ -125,6 +130,9 @@ impl ModelFiles {
             return Ok(files);
         }
         let index_path = folder.join(INDEX_FILE);
+        if !exists(&index_path)? && exists(&folder.join(gguf::GGUF_INDEX))? {
+            return gguf::open(folder);
+        }
         if !exists(&index_path)? {
             return Err(no_weights(folder));
         }
@@ -183,6 +191,17 @@ impl ModelFiles {
         Ok(files)
     }
 
+    /// Creates the list of the tensors in GGUF files.
+    pub(super) fn of_gguf(
+        place: &Path,
+        shards: Vec<Shard>,
+        tensors: BTreeMap<String, TensorInfo>,
+        parts: BTreeMap<String, StoredParts>,
+        notes: Vec<String>,
+    ) -> Self {
+        Self { shards, tensors, parts, notes, ..Self::empty(place) }
+    }
+
     fn empty(place: &Path) -> Self {
         Self { place: place.into(), ..Self::default() }
     }
@@ -211,6 +230,12 @@ impl ModelFiles {
     /// Returns the folder of the files.
     pub fn folder(&self) -> &Path {
         &self.place
+    }
+
+    /// Returns the path that names the model: its folder, or its GGUF file.
+    pub fn source(&self) -> &Path {
+        let first = self.shards.first().map(|shard| &*shard.path);
+        first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
     }
 
     /// Returns whether a model.safetensors.index.json lists the files.
@@ -278,6 +303,35 @@ impl ModelFiles {
         self.tensors.retain(|name, _| !unused(name));
         self.parts.retain(|name, _| !unused(name));
         before - self.tensors.len()
+    }
+
+    /// Moves the tensors whose names are `other` from the list to those that written models keep.
+    /// Quantized ones are removed. Returns the numbers of both.
+    pub(crate) fn set_apart(&mut self, other: impl Fn(&str) -> bool) -> [usize; 2] {
+        let names: Vec<String> = self.names().filter(|name| other(name)).map(str::to_owned).collect();
+        let (before, count) = (self.kept.count(), names.len());
+        for name in names {
+            let info = self.tensors.remove(&name);
+            if self.parts.remove(&name).is_none() {
+                let stored = self.kept.stored_names.get(&name).unwrap_or(&name).clone();
+                self.kept.tensors.extend(info.map(|info| (stored, info)));
+            }
+        }
+        let kept = self.kept.count() - before;
+        [kept, count - kept]
+    }
+
+    /// Makes written models the whole image-text model, or only its text part.
+    pub(crate) fn write_whole(&mut self, whole: bool) {
+        self.kept.whole = whole;
+        if !whole {
+            self.kept.tensors.clear();
+        }
+    }
+
+    /// Returns the tensors that written models keep.
+    pub fn kept(&self) -> &KeptTensors {
+        &self.kept
     }
 
     /// Replaces the tensor of `stack` by its parts. Does nothing if no tensor has its name.
@@ -361,7 +415,7 @@ impl ModelFiles {
     pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
         match self.parts.get(name)? {
             StoredParts::Quantized(parts) => Some(parts.format),
-            StoredParts::Packed(_) => None,
+            StoredParts::Packed(_) | StoredParts::Blocks(_) => None,
         }
     }
 
@@ -478,6 +532,10 @@ impl ModelFiles {
             packed::read(&tensor, start, out);
             return self.shards[info.shard].check_length();
         }
+        if let Some(StoredParts::Blocks(parts)) = self.parts.get(name) {
+            parts.read(start, out, |place| self.stored(name, place.shard, &place.range))?;
+            return self.shards[info.shard].check_length();
+        }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
         let bytes = self.stored(name, info.shard, &(first..first + out.len() * size))?;
@@ -533,55 +591,4 @@ impl ModelFiles {
 fn incomplete(folder: &Path, cause: String) -> Error {
     let failed = Error::user(format!("cannot read weights in {}", folder.display()));
     failed.because(cause).hint("download the whole model again")
-}
-
-/// Returns the error for a `folder` without safetensors weights, by its other contents.
-fn no_weights(folder: &Path) -> Error {
-    let failed = Error::user(format!("cannot read a model from {}", folder.display()));
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) => {
-            return Error::io("read a model from", folder, &error).hint(
-                "give a folder that holds config.json and the weights, or a hub id such as `org/name`",
-            );
-        }
-    };
-    let mut names: Vec<String> =
-        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
-    let with = |extensions: &[&str]| {
-        let found = |name: &&String| {
-            let extension = Path::new(name.as_str()).extension();
-            extension.is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
-        };
-        names.iter().filter(found).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
-    };
-    let pickles = with(&["bin", "pth", "pt", "ckpt", "pkl"]);
-    let ggufs = with(&["gguf"]);
-    let shown = folder.display();
-    if names.iter().any(|name| name == "adapter_config.json") {
-        failed
-            .because("it holds a PEFT adapter, not a model")
-            .hint(format!(
-                "give the base model, and the adapter as `--adapter {shown}` (in training `--set adapter.path={shown}`)"
-            ))
-    } else if !pickles.is_empty() {
-        failed
-            .because(format!(
-                "its weights are pickle files ({pickles}), which can run code when opened; accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
-            ))
-            .hint(format!(
-                "convert it once with Python: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{shown}').save_pretrained('{shown}-safetensors')\""
-            ))
-    } else if !ggufs.is_empty() {
-        failed
-            .because(format!(
-                "its weights are GGUF ({ggufs}); accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
-            ))
-            .hint("give the Hugging Face model that the GGUF file was made from")
-    } else {
-        failed
-            .because(format!("it has neither {MODEL_FILE} nor {INDEX_FILE}"))
-            .hint("give a folder that holds config.json and the weights, or a hub id such as `org/name`")
-    }
 }

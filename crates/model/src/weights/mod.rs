@@ -2,7 +2,8 @@
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps.
 //! It gives tensors by name, converted during reading, and dequantized if the checkpoint is
-//! quantized in a format of `readers`. [`write_file`] and [`write_sharded`] stream tensors back,
+//! quantized in a format of `readers`. A folder may list the tensors of a GGUF file instead
+//! (`gguf`). [`write_file`] and [`write_sharded`] stream tensors back,
 //! one at a time, to the same layout; `RandomAccessWriter` accepts them in any order.
 //! [`sidecar_files`] copies config.json and the tokenizer to new weights. [`Summary`] describes a
 //! folder from headers alone, which [`RangeReader`] can read remotely. `model` defines the meaning
@@ -14,9 +15,12 @@
 mod atomic_dir;
 mod digest;
 mod files;
+mod gguf;
 mod header;
 mod identity;
 mod index;
+mod kept_tensors;
+mod no_weights;
 mod output_file;
 mod packed;
 mod quantized;
@@ -38,8 +42,12 @@ pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
+pub use gguf::GGUF_INDEX;
+pub(crate) use gguf::{GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue};
 pub(crate) use identity::QUANTIZED_FROM;
 pub use identity::{ConfigDifference, ModelIdentity};
+pub use kept_tensors::KeptTensors;
+pub(crate) use kept_tensors::is_further;
 pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;
 pub(crate) use random_access_writer::{PlannedFile, RandomAccessWriter};
@@ -49,11 +57,14 @@ pub use stack::{Stack, StackPart, StackParts};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
 pub(crate) use tensor_names::NameRules;
+pub use tensor_names::output_dtype;
 pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
 pub use write::{Metadata, TensorSink, WriteEntry, Written, split, write_file, write_sharded, write_text};
-pub(crate) use write::{miswritten, write_file_with, write_index, write_index_of, write_shards};
+pub(crate) use write::{
+    miswritten, shard_names, split_groups, write_file_with, write_index, write_index_of, write_shards,
+};
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";

@@ -1,4 +1,4 @@
-//! One safetensors file of a model: memory-mapped, or remote with its header only.
+//! One weights file of a model: memory-mapped, or remote with its header only.
 //!
 //! Headers and a few labels describe a model (names, types, shapes, sizes, formats of quantized
 //! tensors). So a [`RangeReader`] suffices to plan a run or describe a model without local weights.
@@ -72,6 +72,15 @@ struct MappedShard {
 impl Shard {
     /// Maps the file `path`. Also returns its tensors.
     pub(super) fn open(path: &Path) -> Result<(Self, Vec<HeaderTensor>)> {
+        let mut shard = Self::map(path)?;
+        let whole = shard.whole();
+        let Header { tensors, metadata } = header::parse(whole, whole.len() as u64, path)?;
+        (shard.data_bytes, shard.metadata) = (data_bytes(&tensors), metadata);
+        Ok((shard, tensors))
+    }
+
+    /// Maps the file `path` of any format.
+    pub(super) fn map(path: &Path) -> Result<Self> {
         let failed = |error| Error::io("open weights", path, &error);
         // Opening a FIFO would block until it has a writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
@@ -85,8 +94,16 @@ impl Shard {
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
         let start = map.as_ptr() as usize;
         let guard = guard(&(start..start + map.len()), &format!("cannot read weights {}", path.display()));
-        let header = header::parse(&map, map.len() as u64, path)?;
-        Ok(Self::new(path, Contents::Mapped(MappedShard { _guard: guard, map, file }), header))
+        let contents = Contents::Mapped(MappedShard { _guard: guard, map, file });
+        Ok(Shard { path: path.into(), contents, data_bytes: 0, metadata: BTreeMap::new() })
+    }
+
+    /// Returns all bytes of a mapped file.
+    pub(super) fn whole(&self) -> &[u8] {
+        match &self.contents {
+            Contents::Mapped(mapped) => &mapped.map,
+            Contents::Remote(_) => &[],
+        }
     }
 
     /// Reads the header of a remote file; `path` is its local path if it existed. Also returns its
@@ -96,14 +113,10 @@ impl Shard {
         let RemoteRange { bytes: mut start, file_bytes } = remote.read(&name, 0..8)?;
         let end = header::end(&start, file_bytes, path)?;
         start.extend(remote.read(&name, 8..end)?.bytes);
-        let header = header::parse(&start, file_bytes, path)?;
-        Ok(Self::new(path, Contents::Remote(BTreeMap::new()), header))
-    }
-
-    fn new(path: &Path, contents: Contents, header: Header) -> (Self, Vec<HeaderTensor>) {
-        let Header { tensors, metadata } = header;
-        let data_bytes = tensors.iter().map(|tensor| tensor.range.len() as u64).sum();
-        (Shard { path: path.into(), contents, data_bytes, metadata }, tensors)
+        let Header { tensors, metadata } = header::parse(&start, file_bytes, path)?;
+        let contents = Contents::Remote(BTreeMap::new());
+        let data_bytes = data_bytes(&tensors);
+        Ok((Shard { path: path.into(), contents, data_bytes, metadata }, tensors))
     }
 
     /// Returns whether only its header is available.
@@ -183,6 +196,10 @@ impl Shard {
         // If the system ignores the advice, that costs memory, never correctness.
         drop(advised);
     }
+}
+
+fn data_bytes(tensors: &[HeaderTensor]) -> u64 {
+    tensors.iter().map(|tensor| tensor.range.len() as u64).sum()
 }
 
 fn file_name(path: &Path) -> String {

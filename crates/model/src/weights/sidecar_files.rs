@@ -15,10 +15,10 @@ use serde_json::{Map, Value};
 
 use super::readers::QUANTIZATION_CONFIG;
 use super::text_config::text_part;
-use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
+use super::{EMBED_TOKENS, KeptTensors, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::tokenizer_names::{self, TOKENIZER_JSON, VOCABULARIES};
+use crate::tokenizer_names::{self, PROCESSOR_FILES, TOKENIZER_JSON, VOCABULARIES};
 
 /// The architecture and its sizes.
 pub const CONFIG_FILE: &str = "config.json";
@@ -66,6 +66,10 @@ pub struct ConfigChanges {
     pub vocab_size: Option<usize>,
     /// The quantization of the new weights.
     pub quantization: QuantizationChange,
+    /// True if the new weights are of the whole image-text model, and not of its text part.
+    pub whole: bool,
+    /// True if the new weights have the layers that predict further tokens.
+    pub predict_further: bool,
 }
 
 impl ConfigChanges {
@@ -88,6 +92,12 @@ impl ConfigChanges {
         Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
     }
 
+    /// Returns the same changes for weights with the tensors that `kept` has.
+    #[must_use]
+    pub(crate) fn with_kept(self, kept: &KeptTensors) -> Self {
+        Self { whole: kept.is_whole(), predict_further: kept.predict_further(), ..self }
+    }
+
     /// Returns the same changes; if `untied`, also with embedding and head as two tensors.
     #[must_use]
     pub fn untied(self, untied: bool) -> Self {
@@ -101,11 +111,16 @@ impl ConfigChanges {
 /// # Errors
 /// User: the file is missing or is not a JSON object.
 pub(crate) fn read_config(folder: &Path) -> Result<Map<String, Value>> {
+    let config = read_whole_config(folder)?;
+    Ok(text_part(&config).map_or(config, |(text, _)| text))
+}
+
+/// Works like [`read_config`]; for a model for images, returns the settings of the whole model.
+fn read_whole_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
     let text = input_file::read("read", &path)?;
-    let config: Map<String, Value> = serde_json::from_slice(&text)
-        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
-    Ok(text_part(&config).map_or(config, |(text, _)| text))
+    serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
 }
 
 /// Works like [`read_config`] for a folder that may have no config.json.
@@ -177,10 +192,20 @@ pub fn copy(
     to: &Path,
     changes: ConfigChanges,
 ) -> Result<()> {
-    let config = changed(read_config(from)?, changes);
+    let whole = changes.whole;
+    let config = if whole {
+        changed_whole(read_whole_config(from)?, changes)
+    } else {
+        changed(read_config(from)?, changes)
+    };
     copy_tokenizer(from, to, if tokenizer.is_some() { &[] } else { &VOCABULARIES })?;
     if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|found| found.is_file()) {
         copy_file(&from.join(GENERATION_CONFIG), &to.join(GENERATION_CONFIG))?;
+    }
+    if whole {
+        for name in file_names(from)?.iter().filter(|name| PROCESSOR_FILES.contains(&name.as_str())) {
+            copy_file(&from.join(name), &to.join(name))?;
+        }
     }
     tokenizer.map_or_else(|| copy_templates(from, to), |tokenizer| tokenizer.write(to))?;
     write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
@@ -248,11 +273,31 @@ fn copy_file(from: &Path, to: &Path) -> Result<()> {
 /// Keys of the number of layers that predict further tokens (Qwen3.5, GLM-4.5 and DeepSeek).
 const FURTHER_LAYERS: [&str; 2] = ["mtp_num_hidden_layers", "num_nextn_predict_layers"];
 
+/// The keys of the dtype: up to transformers 4, since 5.
+const DTYPES: [&str; 2] = ["torch_dtype", "dtype"];
+
+/// Applies `changes` to the settings of a whole image-text model and of its text part.
+fn changed_whole(mut config: Map<String, Value>, mut changes: ConfigChanges) -> Map<String, Value> {
+    let has_dtype = |keys: &Map<String, Value>| DTYPES.iter().any(|key| keys.contains_key(*key));
+    let whole_has_dtype = has_dtype(&config);
+    let tokens = text_part(&config).and_then(|(text, _)| text.get("vocab_size").cloned());
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        if changes.vocab_size.is_some_and(|wanted| tokens != Some(wanted.into())) {
+            text.entry("vocab_size").or_insert(Value::Null);
+        }
+        let dtype = changes.dtype.filter(|_| has_dtype(text));
+        let of_text = ConfigChanges { dtype, ..changes.clone() };
+        changes.dtype = changes.dtype.filter(|_| whole_has_dtype || dtype.is_none());
+        *text = changed(std::mem::take(text), of_text);
+    }
+    changed(config, changes)
+}
+
 /// Applies `changes`. `dtype` goes under the key of the file: `torch_dtype` up to transformers 4,
 /// `dtype` since 5.
 fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
     if let Some(name) = changes.dtype.and_then(StoredDtype::config_name) {
-        let mut keys = vec!["torch_dtype", "dtype"];
+        let mut keys = DTYPES.to_vec();
         keys.retain(|key| config.contains_key(*key));
         let keys = if keys.is_empty() { vec!["torch_dtype"] } else { keys };
         for key in keys {
@@ -265,8 +310,7 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     if let (Some(tokens), Some(vocab_size)) = (changes.vocab_size, config.get_mut("vocab_size")) {
         *vocab_size = tokens.into();
     }
-    // The written weights have no layers that predict further tokens.
-    for key in FURTHER_LAYERS {
+    for key in FURTHER_LAYERS.into_iter().filter(|_| !changes.predict_further) {
         if let Some(count) = config.get_mut(key).filter(|count| count.is_u64()) {
             *count = 0.into();
         }
@@ -302,6 +346,19 @@ mod tests {
         );
         assert_eq!(change(r#"{"dtype":"float16"}"#, bf16()), r#"{"dtype":"bfloat16"}"#);
         assert_eq!(change("{}", bf16()), r#"{"torch_dtype":"bfloat16"}"#);
+    }
+
+    #[test]
+    fn the_dtype_of_a_whole_model_goes_where_it_was() {
+        let bf16 = || ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
+        for (before, after) in [
+            (r#"{"text_config":{"dtype":"float32"}}"#, r#"{"text_config":{"dtype":"bfloat16"}}"#),
+            (r#"{"text_config":{"a":1},"dtype":"float32"}"#, r#"{"text_config":{"a":1},"dtype":"bfloat16"}"#),
+            (r#"{"text_config":{}}"#, r#"{"text_config":{},"torch_dtype":"bfloat16"}"#),
+        ] {
+            let config = serde_json::from_str(before).expect("an object");
+            assert_eq!(Value::Object(changed_whole(config, bf16())).to_string(), after);
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct Stack {
     /// Its name in the checkpoint.
     pub name: String,
-    /// Its shape in the checkpoint.
+    /// Its shape in the checkpoint; empty if it is a single tensor under another name.
     pub shape: Vec<usize>,
 }
 

@@ -1,5 +1,6 @@
 //! The parts of a tensor that is stored as several: codes, scales, and other companions.
 
+use super::gguf::BlockParts;
 use super::packed::PackedParts;
 use super::quantized::QuantizedParts;
 use super::tensor_info::ShardRange;
@@ -11,6 +12,8 @@ pub(super) enum StoredParts {
     Quantized(QuantizedParts),
     /// It is decoded to floats while it is read.
     Packed(PackedParts),
+    /// It is in a GGUF file, and decoded to floats while it is read.
+    Blocks(BlockParts),
 }
 
 impl StoredParts {
@@ -19,12 +22,13 @@ impl StoredParts {
         match self {
             StoredParts::Quantized(parts) => parts.format.scheme().name(),
             StoredParts::Packed(parts) => parts.name,
+            StoredParts::Blocks(parts) => parts.name(),
         }
     }
 
     /// Returns whether it is decoded to floats while it is read.
     pub(super) fn is_packed(&self) -> bool {
-        matches!(self, StoredParts::Packed(_))
+        matches!(self, StoredParts::Packed(_) | StoredParts::Blocks(_))
     }
 
     /// Returns the bytes of codes and companions.
@@ -32,6 +36,7 @@ impl StoredParts {
         match self {
             StoredParts::Quantized(parts) => parts.bytes,
             StoredParts::Packed(parts) => parts.bytes,
+            StoredParts::Blocks(parts) => parts.bytes(),
         }
     }
 
@@ -40,6 +45,7 @@ impl StoredParts {
         match self {
             StoredParts::Quantized(parts) => parts.runs.iter().map(|(_, place)| place).collect(),
             StoredParts::Packed(parts) => parts.places().collect(),
+            StoredParts::Blocks(parts) => parts.places().collect(),
         }
     }
 
@@ -51,6 +57,7 @@ impl StoredParts {
                 format!("{} {}", format.scheme().fingerprint(), offset.to_bits())
             }
             StoredParts::Packed(parts) => parts.fingerprint(),
+            StoredParts::Blocks(parts) => parts.fingerprint(),
         }
     }
 }

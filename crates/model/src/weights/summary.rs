@@ -104,7 +104,8 @@ pub fn summary_of(files: &ModelFiles) -> Result<Summary> {
     for (name, info) in files.tensors() {
         let (elements, bytes) = (info.elements() as u64, files.stored_bytes(name));
         total.add(elements, bytes);
-        match files.stored_format(name) {
+        // A float in another order of rows is not quantized.
+        match files.stored_format(name).filter(|format| StoredDtype::from_name(format).is_none()) {
             Some(format) => quantized.entry(format).or_insert_with(Tally::default),
             None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
         }

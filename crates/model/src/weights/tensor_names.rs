@@ -9,6 +9,9 @@
 
 use std::collections::BTreeMap;
 
+use super::StoredDtype;
+use crate::recipe::enums::Dtype;
+
 /// Parts that wrappers insert into names: torch.compile; DDP, DeepSpeed and FSDP; activation
 /// checkpointing; Lightning.
 const WRAPPERS: [&str; 6] = [
@@ -43,6 +46,16 @@ const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 
 /// The head, which is beside the text model.
 const HEAD: &str = "lm_head";
+
+/// The end of the names of the biases that routers add to scores. No optimizer updates them, and
+/// outputs keep their dtype.
+const ROUTER_BIAS: &str = ".e_score_correction_bias";
+
+/// Returns the dtype in which an output has the tensor `name`, stored as `stored`, if `dtype` is
+/// asked for.
+pub fn output_dtype(name: &str, stored: StoredDtype, dtype: Dtype) -> StoredDtype {
+    if name.ends_with(ROUTER_BIAS) { stored } else { stored.stored_as(dtype) }
+}
 
 /// The names of one file, or of the files of one model.
 #[derive(Debug, Default)]
@@ -114,6 +127,14 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
     let is_numbered = || rest.get(1).is_some_and(|part| part.parse::<usize>().is_ok());
     let is_text = rest[0] == HEAD || ROOTS.contains(&rest[0]) && (rest[0] != "layers" || is_numbered());
     is_text.then_some(rest)
+}
+
+/// Returns the part of a model that a tensor belongs to: its name up to the first part that is no
+/// container.
+pub(super) fn tower(name: &str) -> String {
+    let all: Vec<&str> = name.split('.').collect();
+    let contained = all.iter().take_while(|part| CONTAINERS.contains(part)).count();
+    all[..all.len().min(contained + 1)].join(".")
 }
 
 /// Returns a warning about changed names: `renamed` has new names by the old ones.

@@ -223,7 +223,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<Written> {
 }
 
 /// Returns the names of a model's files, as in transformers.
-pub(super) fn shard_names(shards: usize) -> Vec<String> {
+pub(crate) fn shard_names(shards: usize) -> Vec<String> {
     match shards {
         1 => vec![MODEL_FILE.into()],
         n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
@@ -241,7 +241,7 @@ pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
 }
 
 /// Works like [`split`] for groups that stay whole.
-pub(super) fn split_groups<T>(
+pub(crate) fn split_groups<T>(
     groups: impl IntoIterator<Item = Vec<T>>,
     bytes: impl Fn(&T) -> u64,
     shard_bytes: u64,
@@ -346,6 +346,9 @@ fn stored<'a>(entries: &[&'a WriteEntry]) -> Result<Vec<HeaderEntry<'a>>> {
         let Some(stack) = &first.stack else {
             return Ok(HeaderEntry { name: &first.name, dtype: first.dtype, shape: &first.shape, bytes });
         };
+        if stack.shape.is_empty() {
+            return Ok(HeaderEntry { name: &stack.name, dtype: first.dtype, shape: &first.shape, bytes });
+        }
         let whole = WriteEntry { shape: stack.shape.clone(), ..first.clone() }.bytes();
         if whole != bytes {
             return Err(Error::internal(format!("cannot write tensor `{}`", stack.name))

@@ -4,9 +4,10 @@
 //!
 //! A format is a file in `schemes` that implements [`QuantScheme`], and a variant of
 //! [`QuantFormat`], which names the format of a tensor. This module has only slices and arithmetic:
-//! `weights` defines the names in files, `ops` the products with codes. `packed` decodes formats of
-//! other tools, which no run keeps in memory.
+//! `weights` defines the names in files, `ops` the products with codes. `packed` and `block_type`
+//! decode formats of other tools, which no run keeps in memory.
 
+mod block_type;
 mod codes;
 mod element;
 mod format;
@@ -18,6 +19,7 @@ mod scheme;
 mod schemes;
 mod tensor;
 
+pub use block_type::BlockType;
 pub use codes::{DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
 pub use element::DequantizedElement;
 pub use format::QuantFormat;

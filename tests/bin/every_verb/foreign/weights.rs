@@ -62,7 +62,7 @@ fn blocks_beyond_those_of_config_json_are_not_used() {
     assert_near(found, LOSS);
     insta::assert_snapshot!(warnings, @r"
     warning: block 2 of the weights is not used: `num_hidden_layers` of config.json is 2
-    warning: 9 tensors that predict further tokens (`mtp`) are not used
+    warning: 9 tensors that predict further tokens (`mtp`) are not trained; written models keep them
     ");
 }
 

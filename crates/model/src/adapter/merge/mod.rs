@@ -33,6 +33,8 @@ use crate::weights::{self, AtomicDir, ModelFiles, StoredDtype, TensorSink, Write
 
 /// Elements (or bytes, if only copied) of a tensor in memory at once, or one row if it is longer.
 const BLOCK: usize = 1 << 22;
+/// Maximum size of a file of weights, if the base has none to copy from: that of transformers.
+const SHARD_BYTES: u64 = 5_000_000_000;
 
 /// The values to which an adapter is added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -94,7 +96,9 @@ pub fn merge(
     let folder = AtomicDir::create(output)?;
     let mut files = plan.write(folder.path())?;
     let entries: Vec<WriteEntry> = plan.outs().map(|out| out.entry.clone()).collect();
-    let changes = ConfigChanges::for_weights(&entries).untied(plan.untied || base.head_is_apart());
+    let changes = ConfigChanges::for_weights(&entries)
+        .untied(plan.untied || base.head_is_apart())
+        .with_kept(base.kept());
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
@@ -103,7 +107,7 @@ pub fn merge(
         changes,
     )?;
     let record = MergeRecord {
-        base: base.folder().display().to_string(),
+        base: base.source().display().to_string(),
         base_values: words(options.base),
         adapter: adapter.folder().display().to_string(),
         adapter_blake3: digest,
@@ -153,11 +157,28 @@ impl MergeOutput<'_> {
     }
 }
 
-/// The files of the merged model with their tensors in order.
+/// A file of the merged model.
+struct MergeFile<'a> {
+    name: String,
+    /// Its tensors, in order.
+    outs: Vec<MergeOutput<'a>>,
+    /// Further tensors, which stay as the base has them.
+    kept: Vec<WriteEntry>,
+}
+
+/// Distributes the tensors of all files over files of a Hugging Face folder.
+fn in_shards(files: Vec<MergeFile<'_>>) -> Vec<MergeFile<'_>> {
+    let all = files.into_iter().flat_map(|file| file.outs).map(|out| vec![out]);
+    let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
+    let named = weights::shard_names(shards.len()).into_iter().zip(shards);
+    named.map(|(name, outs)| MergeFile { name, outs, kept: Vec::new() }).collect()
+}
+
+/// The files of the merged model.
 struct MergePlan<'a> {
     base: &'a ModelFiles,
     adapter: &'a SavedAdapter,
-    files: Vec<(String, Vec<MergeOutput<'a>>)>,
+    files: Vec<MergeFile<'a>>,
     untied: bool,
 }
 
@@ -176,16 +197,24 @@ impl<'a> MergePlan<'a> {
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
         // A file of which all tensors are skipped is not written.
-        for (path, names) in base.files().filter(|(_, names)| !names.is_empty()) {
+        for (path, names) in base.files() {
+            let kept = base.kept().entries_of(path);
+            if names.is_empty() && kept.is_empty() {
+                continue;
+            }
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
             let mut outs = Vec::with_capacity(names.len() + 1);
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
-                let dtype = base.require(stored)?.dtype.stored_as(options.dtype);
+                let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
-            plan.files.push((file, outs));
+            plan.files.push(MergeFile { name: file, outs, kept });
+        }
+        // The files of a GGUF model are no examples for those of a folder.
+        if base.source() != base.folder() {
+            plan.files = in_shards(plan.files);
         }
         Ok(plan)
     }
@@ -203,7 +232,12 @@ impl<'a> MergePlan<'a> {
         let info = self.base.require(stored)?;
         let shape = module.map_or(&info.shape, |module| &module.shape).clone();
         let mut out = MergeOutput {
-            entry: WriteEntry { name: name.into(), dtype, shape, stack: info.stack.clone() },
+            entry: self.base.kept().named_as_stored(WriteEntry {
+                name: name.into(),
+                dtype,
+                shape,
+                stack: info.stack.clone(),
+            }),
             source: ValueSource::Base(stored),
             format: None,
             rows: None,
@@ -237,26 +271,30 @@ impl<'a> MergePlan<'a> {
     }
 
     fn outs(&self) -> impl Iterator<Item = &MergeOutput<'a>> {
-        self.files.iter().flat_map(|(_, outs)| outs)
+        self.files.iter().flat_map(|file| &file.outs)
     }
 
     /// Writes the weights, and their index if the base has one.
     fn write(&self, folder: &Path) -> Result<Vec<Written>> {
         let mut files = Vec::with_capacity(self.files.len() + 1);
-        for (name, outs) in &self.files {
+        for MergeFile { name, outs, kept } in &self.files {
             let by_name: BTreeMap<&str, &MergeOutput<'_>> =
                 outs.iter().map(|out| (out.entry.name.as_str(), out)).collect();
-            let entries: Vec<WriteEntry> = outs.iter().map(|out| out.entry.clone()).collect();
+            let entries: Vec<WriteEntry> = outs.iter().map(|out| &out.entry).chain(kept).cloned().collect();
             files.push(weights::write_file(&folder.join(name), &entries, |entry, sink| {
                 match by_name.get(entry.name.as_str()) {
                     Some(out) => self.write_tensor(out, sink),
+                    None if self.base.kept().write(entry, sink)? => Ok(()),
                     None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
                 }
             })?);
         }
-        if self.base.is_indexed() {
+        if self.base.is_indexed() || self.files.len() > 1 {
             let places = self.files.iter();
-            let map = places.flat_map(|(name, outs)| outs.iter().map(move |out| (&out.entry, name.as_str())));
+            let map = places.flat_map(|file| {
+                let entries = file.outs.iter().map(|out| &out.entry).chain(&file.kept);
+                entries.map(|entry| (entry, file.name.as_str()))
+            });
             files.push(weights::write_index(folder, map)?);
         }
         Ok(files)

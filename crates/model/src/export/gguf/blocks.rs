@@ -5,13 +5,13 @@
 //! heavy-tailed noise its error is within 1 % of ggml's (the plain search: 2 % for q6_K). All
 //! threads convert rows.
 
-use candle_core::quantized::QTensor;
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::types::BlockType;
 use crate::error::{Error, ErrorContext, Result};
+use crate::quant::BlockType;
 
 /// Elements per task, unless a row is longer.
 const TASK: usize = 1 << 15;
@@ -53,11 +53,25 @@ fn quantize(values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u8>> {
     let rows = Tensor::from_slice(values, (values.len() / row, row), &Device::Cpu)?;
     let blocks = match kind {
         BlockType::Q4K | BlockType::Q5K | BlockType::Q6K => {
-            QTensor::quantize_imatrix(&rows, &vec![1.0; row], kind.ggml())?
+            QTensor::quantize_imatrix(&rows, &vec![1.0; row], ggml(kind)?)?
         }
-        _ => QTensor::quantize(&rows, kind.ggml())?,
+        _ => QTensor::quantize(&rows, ggml(kind)?)?,
     };
     Ok(blocks.data()?.into_owned())
+}
+
+/// Returns the same type in candle, which has not all.
+fn ggml(kind: BlockType) -> Result<GgmlDType> {
+    Ok(match kind {
+        BlockType::Q4_0 => GgmlDType::Q4_0,
+        BlockType::Q5_0 => GgmlDType::Q5_0,
+        BlockType::Q5_1 => GgmlDType::Q5_1,
+        BlockType::Q8_0 => GgmlDType::Q8_0,
+        BlockType::Q4K => GgmlDType::Q4K,
+        BlockType::Q5K => GgmlDType::Q5K,
+        BlockType::Q6K => GgmlDType::Q6K,
+        other => return Err(Error::internal(format!("no export writes blocks of {other}"))),
+    })
 }
 
 #[cfg(test)]
@@ -107,8 +121,12 @@ mod tests {
             for value in [0.0f32, 0.75, -0.75] {
                 let bytes = encode("t", &[value; 512], 512, kind).expect("finite");
                 let device = Device::Cpu;
-                let storage = candle_core::quantized::QStorage::from_data(bytes.into(), &device, kind.ggml())
-                    .expect("whole blocks");
+                let storage = candle_core::quantized::QStorage::from_data(
+                    bytes.into(),
+                    &device,
+                    ggml(kind).expect("known"),
+                )
+                .expect("whole blocks");
                 let blocks = QTensor::new(storage, 512).expect("one row");
                 let values: Vec<f32> =
                     blocks.dequantize(&device).expect("on the CPU").to_vec1().expect("f32");

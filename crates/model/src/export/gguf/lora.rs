@@ -12,13 +12,13 @@ use std::path::Path;
 use super::description::refused;
 use super::metadata::refuse_unknown;
 use super::tensors::{change, module_names};
-use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModelPart};
+use crate::quant::BlockType;
 use crate::weights::LM_HEAD_MODULE;
 
 /// Writes the adapter in the folder `adapter`, of the model `config`, to the new file `output`.

@@ -4,9 +4,10 @@
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
 //! does not depend on the model's size. `tensors` has names and value changes, `metadata` and
 //! `rope` the keys of a `description`, `vocabulary` the tokenizer, `types` the type of each
-//! tensor, `lora` adapters. All facts are from llama.cpp's sources, at the version in
-//! llama-cpp-python 0.3.36.
+//! tensor, `lora` adapters. `base` reads a file as a model to train on. All facts are from
+//! llama.cpp's sources, at the version in llama-cpp-python 0.3.36.
 
+mod base;
 mod blocks;
 mod description;
 mod lora;
@@ -21,14 +22,16 @@ mod writer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+pub use base::describe_base;
 pub use lora::write_adapter;
 pub use types::GgufType;
 pub use writer::OUTPUT;
 
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
+use crate::quant::BlockType;
 use crate::weights::{ModelFiles, StoredDtype, sidecar_files};
-use types::{BlockType, Mixture};
+use types::Mixture;
 use vocabulary::Vocabulary;
 use writer::TensorEntry;
 

@@ -6,6 +6,8 @@
 
 use serde_json::{Value as Json, json};
 
+use crate::data::WordRules;
+
 /// Tuples of a regular expression that splits a text into words, whether a word that is a token
 /// skips the merges, and llama.cpp's name.
 const WORDS: [(&str, bool, &str); 6] = [
@@ -67,6 +69,53 @@ pub(super) fn byte_level(
         }
         _ => Err(unknown()),
     }
+}
+
+/// Other names of llama.cpp with the same split into words, after the name that the export writes.
+/// Their tokenizers in Hugging Face folders have the rules of that name too.
+const ALIASES: [(&str, &[&str]); 6] = [
+    ("llama-bpe", &["llama3", "llama-v3", "falcon3"]),
+    ("dbrx", &["smaug-bpe", "glm4", "chatglm-bpe"]),
+    ("qwen2", &["deepseek-r1-qwen", "stablelm2"]),
+    ("gpt-4o", &["llama4"]),
+    ("gpt-2", &["olmo", "exaone4", "granite-docling", "phi-2"]),
+    ("smollm", &["refact", "starcoder", "command-r", "exaone"]),
+];
+
+/// Returns the rules of a byte-level BPE by its `tokenizer.ggml.pre`; `None` for an unknown name.
+pub(super) fn of_name(name: &str) -> Option<WordRules> {
+    let found = ALIASES.iter().find(|(_, others)| others.contains(&name));
+    let known = found.map_or(name, |(known, _)| known);
+    let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex });
+    let sequence = |first: Json, last: Json| json!({ "type": "Sequence", "pretokenizers": [first, last] });
+    let plain = |pre_tokenizer| {
+        let normalizer = Json::Null;
+        WordRules { pre_tokenizer, normalizer, ignores_merges: false, adds_bos: false }
+    };
+    match known {
+        "gpt-2" => return Some(plain(bytes(true))),
+        "smollm" => {
+            let digits = json!({ "type": "Digits", "individual_digits": true });
+            return Some(plain(sequence(digits, bytes(true))));
+        }
+        _ => {}
+    }
+    let (regex, ignores_merges, _) = WORDS.iter().find(|(.., word)| *word == known)?;
+    let split =
+        json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
+    Some(WordRules {
+        // The tokenizers of Qwen normalize, which llama.cpp leaves out.
+        normalizer: if name == "qwen2" { json!({ "type": "NFC" }) } else { Json::Null },
+        ignores_merges: *ignores_merges,
+        adds_bos: matches!(known, "llama-bpe" | "tekken"),
+        ..plain(sequence(split, bytes(false)))
+    })
+}
+
+/// Returns the names that [`of_name`] knows.
+pub(super) fn names() -> Vec<&'static str> {
+    let others = ALIASES.iter().flat_map(|(_, others)| others.iter().copied());
+    ["gpt-2", "smollm"].into_iter().chain(WORDS.iter().map(|(.., name)| *name)).chain(others).collect()
 }
 
 /// Returns whether a sentencepiece-like BPE adds a space before a text.
@@ -149,6 +198,19 @@ mod tests {
         assert!(byte_level(&none, &cut(r"\w+"), false).is_err());
         assert!(byte_level(&none, &json!({ "type": "ByteLevel", "add_prefix_space": true }), false).is_err());
         assert!(byte_level(&none, &none, false).is_err());
+    }
+
+    /// The export finds its own name in the rules of each, or that of which it is an alias.
+    #[test]
+    fn rules_by_their_name() {
+        for name in names() {
+            let rules = of_name(name).expect("a known name");
+            let found = byte_level(&rules.normalizer, &rules.pre_tokenizer, rules.ignores_merges);
+            let known =
+                ALIASES.iter().find(|(_, others)| others.contains(&name)).map_or(name, |(known, _)| known);
+            assert_eq!(found, Ok(known));
+        }
+        assert!(of_name("kimi-k2").is_none() && of_name("default").is_none());
     }
 
     #[test]

@@ -9,9 +9,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::quantized::GgmlDType;
-
 use crate::model::{GgufSeventyB, ModelConfig};
+use crate::quant::BlockType;
 
 /// The type that names the whole file; tensors of one dimension are always f32. The numbers are
 /// those of `general.file_type` (`llama_ftype` in llama.h).
@@ -75,80 +74,16 @@ impl FromStr for GgufType {
     }
 }
 
-/// The storage type of one tensor: blocks of a fixed number of elements and bytes. The numbers are
-/// those in a tensor's entry (`ggml_type` in ggml.h).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum BlockType {
-    F32 = 0,
-    F16 = 1,
-    BF16 = 30,
-    Q4_0 = 2,
-    Q5_0 = 6,
-    Q5_1 = 7,
-    Q8_0 = 8,
-    Q4K = 12,
-    Q5K = 13,
-    Q6K = 14,
-}
-
-impl BlockType {
-    /// Returns its name in llama.cpp and the same type in candle.
-    fn twins(self) -> (&'static str, GgmlDType) {
-        match self {
-            Self::F32 => ("f32", GgmlDType::F32),
-            Self::F16 => ("f16", GgmlDType::F16),
-            Self::BF16 => ("bf16", GgmlDType::BF16),
-            Self::Q4_0 => ("q4_0", GgmlDType::Q4_0),
-            Self::Q5_0 => ("q5_0", GgmlDType::Q5_0),
-            Self::Q5_1 => ("q5_1", GgmlDType::Q5_1),
-            Self::Q8_0 => ("q8_0", GgmlDType::Q8_0),
-            Self::Q4K => ("q4_K", GgmlDType::Q4K),
-            Self::Q5K => ("q5_K", GgmlDType::Q5K),
-            Self::Q6K => ("q6_K", GgmlDType::Q6K),
-        }
-    }
-
-    /// Returns the same type in candle.
-    pub(super) fn ggml(self) -> GgmlDType {
-        self.twins().1
-    }
-
-    /// Returns the elements of a block.
-    pub(super) fn elements(self) -> usize {
-        self.ggml().block_size()
-    }
-
-    /// Returns the bytes of a block.
-    pub(super) fn bytes(self) -> usize {
-        self.ggml().type_size()
-    }
-
-    /// Returns whether rows of this length consist of whole blocks.
-    fn divides(self, row: usize) -> bool {
-        row.is_multiple_of(self.elements())
-    }
-
-    fn is_quantized(self) -> bool {
-        self.elements() > 1
-    }
-
-    /// Returns the type, or llama.cpp's replacement for rows of this length.
-    fn or_smaller_blocks(self, row: usize) -> Self {
-        let smaller = match self {
-            _ if self.divides(row) => return self,
-            Self::Q4K => Self::Q5_0,
-            Self::Q5K => Self::Q5_1,
-            Self::Q6K => Self::Q8_0,
-            other => other,
-        };
-        if smaller.divides(row) { smaller } else { Self::F16 }
-    }
-}
-
-impl fmt::Display for BlockType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.twins().0)
-    }
+/// Returns the type, or llama.cpp's replacement for rows of this length.
+fn or_smaller_blocks(kind: BlockType, row: usize) -> BlockType {
+    let smaller = match kind {
+        _ if kind.divides(row) => return kind,
+        BlockType::Q4K => BlockType::Q5_0,
+        BlockType::Q5K => BlockType::Q5_1,
+        BlockType::Q6K => BlockType::Q8_0,
+        other => other,
+    };
+    if smaller.divides(row) { smaller } else { BlockType::F16 }
 }
 
 /// The properties of a model that the rules depend on.
@@ -192,7 +127,7 @@ impl Mixture {
             return (default, default);
         }
         let wanted = self.wanted(default, name, row);
-        (wanted.or_smaller_blocks(row), wanted)
+        (or_smaller_blocks(wanted, row), wanted)
     }
 
     fn wanted(&self, default: BlockType, name: &str, row: usize) -> BlockType {
@@ -328,23 +263,5 @@ mod tests {
         let seventy_b = Mixture { seventy_b: true, ..mixture(G::Q4KM, 80, false) };
         assert_eq!(seventy_b.choose("blk.11.attn_v.weight", &[8, 256]).0, Q5K);
         assert_eq!(seventy_b.choose("blk.0.attn_v.weight", &[8, 256]).0, Q6K);
-    }
-
-    #[test]
-    fn sizes_are_ggml_s() {
-        // Bytes and elements of a block: ggml-common.h.
-        for (kind, elements, bytes) in [
-            (BlockType::F32, 1, 4),
-            (BlockType::BF16, 1, 2),
-            (BlockType::Q4_0, 32, 18),
-            (BlockType::Q5_0, 32, 22),
-            (BlockType::Q5_1, 32, 24),
-            (BlockType::Q8_0, 32, 34),
-            (BlockType::Q4K, 256, 144),
-            (BlockType::Q5K, 256, 176),
-            (BlockType::Q6K, 256, 210),
-        ] {
-            assert_eq!((kind.elements(), kind.bytes()), (elements, bytes), "{kind}");
-        }
     }
 }

@@ -9,8 +9,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::types::BlockType;
 use crate::error::{Error, Result};
+use crate::quant::BlockType;
 use crate::weights::{OutputFile, OutputKind, miswritten};
 
 /// The output file of an export. It replaces nothing: an existing file may be the only copy.
@@ -85,6 +85,11 @@ impl GgufMetadata {
 
     pub(super) fn text(&mut self, key: impl Into<String>, value: impl Into<String>) {
         self.set(key, MetadataValue::Text(value.into()));
+    }
+
+    /// Returns all keys and values.
+    pub(super) fn entries(&self) -> &[(String, MetadataValue)] {
+        &self.0
     }
 
     pub(super) fn append(&mut self, more: GgufMetadata) {

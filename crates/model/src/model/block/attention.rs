@@ -143,7 +143,9 @@ impl AttentionWeights {
         Ok((y, AttentionSaved { qkv, gates, attended, lora_qkv, lora_o }))
     }
 
-    fn attend(
+    /// Attends with the queries, keys and values in `qkv: [N, (H + 2K) head_dim]`, before their
+    /// norms and rotation.
+    pub(super) fn attend(
         &self,
         pass: LayerPass<'_>,
         qkv: &Tensor,
@@ -161,6 +163,31 @@ impl AttentionWeights {
                 attention(inputs, &[span], kind, context.attention)
             }
         }
+    }
+
+    /// Returns the gradient of `qkv` from that of attention's output.
+    pub(super) fn attend_backward(
+        &self,
+        pass: LayerPass<'_>,
+        qkv: &Tensor,
+        attended: &AttentionOutput,
+        dattended: Tensor,
+    ) -> Result<TensorMut> {
+        let dqkv = {
+            let rotated = self.rotate(pass, qkv)?;
+            let inputs = attention_inputs(pass.config, &rotated, qkv);
+            TensorMut::new(attention_backward(
+                inputs,
+                attended,
+                &dattended,
+                pass.context.spans,
+                self.mixer.kind(pass.config.heads),
+                pass.context.attention,
+            )?)
+        };
+        drop(dattended);
+        self.rotate_backward(pass, qkv, &dqkv)?;
+        Ok(dqkv)
     }
 
     /// Returns the normed and rotated q and k, `[N, (H + K) head_dim]`, from the raw projection.
@@ -268,20 +295,7 @@ impl AttentionWeights {
                 (half(q..2 * q)?, Some(half(0..q)?))
             }
         };
-        let dqkv = {
-            let rotated = self.rotate(pass, &saved.qkv)?;
-            let inputs = attention_inputs(config, &rotated, &saved.qkv);
-            TensorMut::new(attention_backward(
-                inputs,
-                &saved.attended,
-                &dattended,
-                pass.context.spans,
-                self.mixer.kind(config.heads),
-                pass.context.attention,
-            )?)
-        };
-        drop(dattended);
-        self.rotate_backward(pass, &saved.qkv, &dqkv)?;
+        let dqkv = self.attend_backward(pass, &saved.qkv, &saved.attended, dattended)?;
         let dqkv = match dgates {
             None => dqkv,
             Some(dgates) => {

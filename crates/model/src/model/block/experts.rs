@@ -36,6 +36,8 @@ pub struct ExpertsWeights {
     pub mixer: Experts,
     /// The projection to a logit for each expert.
     pub router: MergedLinear,
+    /// The biases of the experts' scores, for the choice: `[E]` f32.
+    pub bias: Option<Tensor>,
     /// The experts, in the order of their numbers.
     pub experts: Vec<ExpertWeights>,
     /// The expert of every token.
@@ -206,7 +208,7 @@ impl ExpertsWeights {
     fn gated(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<(ExpertsSaved, Tensor)> {
         let mixer = &self.mixer;
         let (logits, router) = linear::forward(&self.router, x, None, pass.branch())?;
-        let choice = choose_experts(&logits, mixer.router)?;
+        let choice = choose_experts(&logits, self.bias.as_ref(), mixer.router)?;
         let rows = ExpertRows::of(&choice, mixer.count)?;
         let x = copied(x, &rows)?;
         let gate_up = empty(x.dim(0)?, 2 * mixer.width, x.dtype(), x.device())?;

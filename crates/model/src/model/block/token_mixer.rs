@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
 use super::gated_delta::{DeltaState, GatedDeltaSaved, GatedDeltaWeights};
+use super::latent::{LatentSaved, LatentWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
@@ -15,16 +16,19 @@ use crate::model::linear::MergedLinear;
 pub enum TokenMixerWeights {
     /// Softmax attention with rotary positions.
     Attention(AttentionWeights),
+    /// Softmax attention whose queries, keys and values come from narrow latents.
+    Latent(Box<LatentWeights>),
     /// A recurrence with a state of fixed size.
     GatedDelta(GatedDeltaWeights),
 }
 
 impl TokenMixerWeights {
     /// Returns the linear layers for changes to them.
-    pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
+    pub(super) fn linears(&mut self) -> Vec<&mut MergedLinear> {
         match self {
-            TokenMixerWeights::Attention(attention) => attention.linears(),
-            TokenMixerWeights::GatedDelta(delta) => delta.linears(),
+            TokenMixerWeights::Attention(attention) => attention.linears().into(),
+            TokenMixerWeights::Latent(latent) => latent.linears(),
+            TokenMixerWeights::GatedDelta(delta) => delta.linears().into(),
         }
     }
 
@@ -44,6 +48,14 @@ impl TokenMixerWeights {
             (TokenMixerWeights::Attention(attention), Some(BlockCache::KeysAndValues(cache))) => {
                 let (out, saved) = attention.forward(pass, x, residual, Some(cache))?;
                 Ok((out, TokenMixerSaved::Attention(saved)))
+            }
+            (TokenMixerWeights::Latent(latent), None) => {
+                let (out, saved) = latent.forward(pass, x, residual, None)?;
+                Ok((out, TokenMixerSaved::Latent(saved)))
+            }
+            (TokenMixerWeights::Latent(latent), Some(BlockCache::KeysAndValues(cache))) => {
+                let (out, saved) = latent.forward(pass, x, residual, Some(cache))?;
+                Ok((out, TokenMixerSaved::Latent(saved)))
             }
             (TokenMixerWeights::GatedDelta(delta), None) => {
                 let (out, saved) = delta.forward(pass, x, residual, None)?;
@@ -69,6 +81,9 @@ impl TokenMixerWeights {
             (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
                 attention.backward(pass, saved, half)
             }
+            (TokenMixerWeights::Latent(latent), TokenMixerSaved::Latent(saved)) => {
+                latent.backward(pass, saved, half)
+            }
             (TokenMixerWeights::GatedDelta(delta), TokenMixerSaved::GatedDelta(saved)) => {
                 delta.backward(pass, saved, half)
             }
@@ -81,6 +96,7 @@ impl TokenMixerWeights {
 #[derive(Debug, Clone)]
 pub(super) enum TokenMixerSaved {
     Attention(AttentionSaved),
+    Latent(LatentSaved),
     GatedDelta(GatedDeltaSaved),
 }
 
@@ -94,6 +110,7 @@ impl TokenMixerSaved {
     ) -> Vec<(&'static str, usize)> {
         match mixer {
             TokenMixer::Attention(attention) => AttentionSaved::parts(config, attention, tokens, dtype),
+            TokenMixer::Latent(latent) => LatentSaved::parts(config, latent, tokens, dtype),
             TokenMixer::GatedDelta(delta) => GatedDeltaSaved::parts(delta, tokens, dtype).into(),
         }
     }
@@ -103,6 +120,7 @@ impl TokenMixerSaved {
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         match self {
             TokenMixerSaved::Attention(attention) => attention.tensors(),
+            TokenMixerSaved::Latent(latent) => latent.tensors(),
             TokenMixerSaved::GatedDelta(delta) => delta.tensors(),
         }
     }
@@ -130,7 +148,7 @@ impl BlockCache {
         device: &Device,
     ) -> Result<Self> {
         Ok(match &config.blocks[layer].token_mixer {
-            TokenMixer::Attention(_) => {
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) => {
                 BlockCache::KeysAndValues(KeyValueCache::new(config, capacity, dtype, device)?)
             }
             TokenMixer::GatedDelta(mixer) => BlockCache::State(DeltaState::new(mixer, dtype, device)?),
@@ -140,7 +158,7 @@ impl BlockCache {
     /// Returns the bytes of the cache of block `layer` for `capacity` tokens.
     pub fn bytes(config: &ModelConfig, layer: usize, capacity: usize, dtype: DType) -> u64 {
         match &config.blocks[layer].token_mixer {
-            TokenMixer::Attention(_) => {
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) => {
                 let token = 2 * config.heads.kv_width() * dtype.size_in_bytes();
                 (capacity as u64).saturating_mul(token as u64)
             }

@@ -19,10 +19,12 @@ pub struct Architecture {
     pub model_types: &'static [&'static str],
     /// Default of `head_dim`; `None`: `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
+    /// True if attention is latent: other keys give the widths of heads.
+    pub(super) has_latents: bool,
     /// Default of `tie_word_embeddings`.
     pub(super) ties_embeddings: bool,
     /// The key of the inner width of its MLPs.
-    pub(super) intermediate_size: &'static str,
+    pub(crate) intermediate_size: &'static str,
     /// Reads the parts of a model. Defaults are those of transformers' configuration class.
     pub(super) compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
     /// Returns the name of a module in the checkpoint, after that of its block.

@@ -9,6 +9,7 @@ mod arcee;
 mod architecture;
 mod cohere;
 mod cohere2;
+mod deepseek_v3;
 mod ernie4_5;
 mod exaone4;
 mod gemma;
@@ -16,6 +17,8 @@ mod gemma2;
 mod gemma3;
 mod gguf_facts;
 mod glm4;
+mod glm4_moe;
+mod glm4_moe_lite;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
@@ -23,6 +26,7 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod mistral4;
 mod mixtral;
 mod nemotron;
 mod olmo2;
@@ -93,7 +97,16 @@ static FAMILIES: &[&Architecture] = &[
     &qwen3_5_moe::QWEN3_5_MOE,
     &qwen3_next::QWEN3_NEXT,
     &granitemoe::GRANITEMOE,
+    &glm4_moe::GLM4_MOE,
+    &deepseek_v3::DEEPSEEK_V3,
+    &glm4_moe_lite::GLM4_MOE_LITE,
+    &mistral4::MISTRAL4,
 ];
+
+/// Returns all families.
+pub(crate) fn families() -> impl Iterator<Item = &'static Architecture> {
+    FAMILIES.iter().copied()
+}
 
 impl ModelConfig {
     /// Reads the text of a config.json; `file` names it in errors.
@@ -122,7 +135,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     if let Some(settings) = keys.opt_keys("quantization_config")? {
         readers::refuse_unknown(settings.object())?;
     }
-    let sizes = ModelSizes::read(keys, family.head_dim)?;
+    let sizes = ModelSizes::read(keys, family.head_dim, family.has_latents)?;
     let parts = (family.compose)(keys, &sizes)?;
     if parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none()) {
         refusals::refuse_experts(keys)?;

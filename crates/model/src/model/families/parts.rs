@@ -26,6 +26,7 @@ pub(super) const fn architecture(
         name,
         model_types,
         head_dim: None,
+        has_latents: false,
         ties_embeddings: false,
         intermediate_size: "intermediate_size",
         compose,
@@ -124,7 +125,8 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
     let renormalize = family.renormalize || keys.bool_or("norm_topk_prob", false)?;
     Ok(Experts {
         count,
-        router: Router { chosen, renormalize },
+        router: Router::softmax(chosen, renormalize),
+        has_bias: false,
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
         aux_coefficient,
@@ -216,29 +218,29 @@ pub(super) fn sliding_layers(
     default: impl Fn(usize) -> bool,
 ) -> Result<Vec<bool>> {
     let kinds = ["full_attention", "sliding_attention"];
-    let kinds = layer_kinds(keys, sizes, kinds, |layer| usize::from(default(layer)))?;
+    let kinds = layer_kinds(keys, sizes, "layer_types", kinds, |layer| usize::from(default(layer)))?;
     Ok(kinds.into_iter().map(|kind| kind == 1).collect())
 }
 
-/// Returns for each layer the position of its kind in `kinds`, by `layer_types` or else by
+/// Returns for each layer the position of its kind in `kinds`, by the list `key` or else by
 /// `default` of its index.
 pub(super) fn layer_kinds(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
+    key: &str,
     kinds: [&str; 2],
     default: impl Fn(usize) -> usize,
 ) -> Result<Vec<usize>> {
     let count = sizes.num_layers;
-    let Some(named) = keys.opt_list("layer_types")? else { return Ok((0..count).map(default).collect()) };
+    let Some(named) = keys.opt_list(key)? else { return Ok((0..count).map(default).collect()) };
     if named.len() != count {
-        return Err(Error::user(format!("`layer_types` has {} entries", named.len()))
+        return Err(Error::user(format!("`{key}` has {} entries", named.len()))
             .because(format!("num_hidden_layers is {count}")));
     }
     let kind = |name: &Value| {
         let found = kinds.iter().position(|kind| name.as_str() == Some(kind));
         found.ok_or_else(|| {
-            Error::user(format!("`layer_types` names {name}"))
-                .because(format!("accepted: {}", kinds.join(", ")))
+            Error::user(format!("`{key}` names {name}")).because(format!("accepted: {}", kinds.join(", ")))
         })
     };
     named.iter().map(kind).collect()
@@ -301,6 +303,12 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::VProj => "self_attn.v_proj",
         BlockPart::QkvProj => "self_attn.qkv_proj",
         BlockPart::OProj => "self_attn.o_proj",
+        BlockPart::LatentQ => "self_attn.q_a_proj",
+        BlockPart::LatentKv => "self_attn.kv_a_proj_with_mqa",
+        BlockPart::LatentQUp => "self_attn.q_b_proj",
+        BlockPart::LatentKvUp => "self_attn.kv_b_proj",
+        BlockPart::LatentQNorm => "self_attn.q_a_layernorm",
+        BlockPart::LatentKvNorm => "self_attn.kv_a_layernorm",
         BlockPart::QNorm => "self_attn.q_norm",
         BlockPart::KNorm => "self_attn.k_norm",
         BlockPart::GateProj => "mlp.gate_proj",
@@ -308,6 +316,7 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::GateUpProj => "mlp.gate_up_proj",
         BlockPart::DownProj => "mlp.down_proj",
         BlockPart::Router => "mlp.gate",
+        BlockPart::RouterBias => "mlp.gate.e_score_correction_bias",
         BlockPart::ExpertGate(_) => "mlp.experts.{}.gate_proj",
         BlockPart::ExpertUp(_) => "mlp.experts.{}.up_proj",
         BlockPart::ExpertDown(_) => "mlp.experts.{}.down_proj",

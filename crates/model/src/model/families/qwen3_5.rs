@@ -61,7 +61,7 @@ pub(super) fn token_mixers(
     let kinds = ["full_attention", "linear_attention"];
     let is_full = |layer: usize| usize::from(!(layer + 1).is_multiple_of(period));
     let of_kind = |kind: usize| if kind == 0 { attention.into() } else { delta.into() };
-    Ok(parts::layer_kinds(keys, sizes, kinds, is_full)?.into_iter().map(of_kind).collect())
+    Ok(parts::layer_kinds(keys, sizes, "layer_types", kinds, is_full)?.into_iter().map(of_kind).collect())
 }
 
 fn delta_heads(keys: &ConfigReader<'_>) -> Result<DeltaHeads> {

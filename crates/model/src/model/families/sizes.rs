@@ -1,7 +1,7 @@
 //! The sizes of a model and their limits.
 
 use crate::error::{Error, Result};
-use crate::model::config_reader::ConfigReader;
+use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::attention::Heads;
 
 /// Maximum width of activations.
@@ -25,18 +25,31 @@ pub(in crate::model) struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Reads the sizes; `head_dim` is the family's default.
-    pub(super) fn read(keys: &ConfigReader<'_>, head_dim: Option<usize>) -> Result<Self> {
+    /// Reads the sizes; `head_dim` is the family's default. Latent attention has other keys.
+    pub(super) fn read(keys: &ConfigReader<'_>, head_dim: Option<usize>, has_latents: bool) -> Result<Self> {
         let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
         Ok(ModelSizes {
             hidden_size,
-            heads: heads(keys, hidden_size, head_dim)?,
+            heads: if has_latents { latent_heads(keys)? } else { heads(keys, hidden_size, head_dim)? },
             num_layers: keys.size("num_hidden_layers", MOST_LAYERS)?,
             max_position_embeddings: keys
                 .opt_size("max_position_embeddings", MOST_POSITIONS)?
                 .unwrap_or(2048),
         })
     }
+}
+
+/// Returns heads as wide as the wider of keys and values.
+fn latent_heads(keys: &ConfigReader<'_>) -> Result<Heads> {
+    let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
+    let found = keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads);
+    if found != num_heads {
+        return Err(refused("num_key_value_heads", found, &format!("{num_heads}, num_attention_heads")));
+    }
+    let size = |key| keys.size(key, MOST_HEADS);
+    let key = size("qk_nope_head_dim")? + size("qk_rope_head_dim")?;
+    let head_dim = key.max(size("v_head_dim")?).next_multiple_of(2);
+    Ok(Heads { num_heads, num_kv_heads: num_heads, head_dim })
 }
 
 fn heads(keys: &ConfigReader<'_>, hidden_size: usize, default: Option<usize>) -> Result<Heads> {

@@ -7,12 +7,13 @@ use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows,
-    scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward,
+    combine_rows, scale_rows, scale_rows_backward,
 };
 
 const EXPERTS: usize = 128;
-const ROUTER: Router = Router { chosen: 8, renormalize: true };
+const ROUTER: Router =
+    Router { chosen: 8, scores: RouterScores::Softmax, renormalize: true, groups: None, factor: 1.0 };
 const WIDTH: usize = 768;
 const F32_BYTES: usize = 4;
 
@@ -29,7 +30,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
 
 /// Returns the experts of each token by random logits.
 fn choice(inputs: &BenchInputs<'_>, tokens: usize) -> Result<ExpertChoice> {
-    choose_experts(&*inputs.normal(1.0, (tokens, EXPERTS))?, ROUTER)
+    choose_experts(&*inputs.normal(1.0, (tokens, EXPERTS))?, None, ROUTER)
 }
 
 fn chosen(shapes: &BenchShapes) -> TimedOp {
@@ -38,7 +39,7 @@ fn chosen(shapes: &BenchShapes) -> TimedOp {
     let bytes = shapes.bytes(n * EXPERTS) + 2 * F32_BYTES * n * ROUTER.chosen;
     TimedOp::moving(bytes, what, move |inputs| {
         let logits = inputs.sets(|_| inputs.normal(1.0, (n, EXPERTS)))?;
-        logits.calls(move |logits| choose_experts(logits, ROUTER).map(drop))
+        logits.calls(move |logits| choose_experts(logits, None, ROUTER).map(drop))
     })
 }
 
@@ -51,7 +52,7 @@ fn chosen_backward(shapes: &BenchShapes) -> TimedOp {
         let dweights = inputs.normal_as(DType::F32, 1.0, (n, ROUTER.chosen))?;
         let sets = inputs.sets(|_| {
             let logits = inputs.normal(1.0, (n, EXPERTS))?;
-            let choice = choose_experts(&logits, ROUTER)?;
+            let choice = choose_experts(&logits, None, ROUTER)?;
             Ok((logits, choice))
         })?;
         sets.calls(move |(logits, choice)| {

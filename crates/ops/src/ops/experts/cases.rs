@@ -3,12 +3,12 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{
-    ExpertChoice, ExpertRows, Router, balance_experts, balance_reference, choice_reference,
-    choice_reference_backward, choose_experts, choose_experts_backward, combine_reference, combine_rows,
-    scale_reference, scale_reference_backward, scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, balance_experts, balance_reference,
+    choice_reference, choice_reference_backward, choose_experts, choose_experts_backward, combine_reference,
+    combine_rows, scale_reference, scale_reference_backward, scale_rows, scale_rows_backward,
 };
 use crate::error::Result;
-use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 
 /// The sizes of a case.
 #[derive(Debug, Clone, Copy)]
@@ -27,22 +27,50 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         for renormalize in [false, true] {
             let weights = if renormalize { "renormalized" } else { "as they are" };
             let what = format!("{chosen} of {experts}, weights {weights}");
-            cases.extend(router_cases(&what, sizes, renormalize));
+            cases.extend(router_cases(&what, sizes, Router::softmax(chosen, renormalize), false));
+            let what = format!("{what}, sigmoids");
+            cases.extend(router_cases(&what, sizes, router(sizes, renormalize, true, 2), true));
+            let what = format!("{chosen} of {experts} in groups, weights {weights}");
+            cases.extend(router_cases(&what, sizes, router(sizes, renormalize, false, 4), true));
         }
         cases.extend(row_cases(&format!("{chosen} of {experts}"), sizes));
     }
     cases
 }
 
-/// Returns forward, backward and auxiliary loss of a router.
-pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: bool) -> [OpCase; 3] {
+/// Returns a router over `groups` groups, of which the mean of the fewest possible and all are
+/// chosen; without groups if they do not divide the experts.
+pub(in crate::ops) fn router(
+    ExpertSizes { experts, chosen, .. }: ExpertSizes,
+    renormalize: bool,
+    is_sigmoid: bool,
+    groups: usize,
+) -> Router {
+    let fits = groups > 0 && experts.is_multiple_of(groups);
+    let of_token = |fewest: usize| (fewest + groups) / 2;
+    let groups =
+        fits.then(|| ExpertGroups { count: groups, chosen: of_token(chosen.div_ceil(experts / groups)) });
+    let scores = if is_sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax };
+    Router { chosen, scores, renormalize, groups, factor: if is_sigmoid { 2.0 } else { 1.0 } }
+}
+
+/// Returns forward, backward and auxiliary loss of a router, whose choice may have a bias.
+pub(in crate::ops) fn router_cases(
+    what: &str,
+    sizes: ExpertSizes,
+    router: Router,
+    has_bias: bool,
+) -> [OpCase; 3] {
     let ExpertSizes { tokens, experts, chosen, .. } = sizes;
-    let router = Router { chosen, renormalize };
+    let bias = move |runner: &CaseRunner<'_>| -> Result<Option<OpPair>> {
+        has_bias.then(|| runner.normal_f32("bias", experts)).transpose()
+    };
     [
         OpCase::new("choose_experts", what, Tolerance::FORWARD, move |runner| {
             let logits = runner.normal("logits", (tokens, experts))?;
-            let (got, want) =
-                (choose_experts(&logits.here, router)?, choice_reference(&logits.plain, router)?);
+            let bias = bias(runner)?;
+            let got = choose_experts(&logits.here, bias.as_ref().map(|bias| &*bias.here), router)?;
+            let want = choice_reference(&logits.plain, bias.as_ref().map(|bias| &*bias.plain), router)?;
             Ok(vec![
                 TensorPair::new(got.ids.to_dtype(DType::F64)?, want.ids.to_dtype(DType::F64)?),
                 TensorPair::new(got.weights, want.weights),
@@ -51,7 +79,8 @@ pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: 
         OpCase::new("choose_experts_backward", what, Tolerance::BACKWARD, move |runner| {
             let logits = runner.normal("logits", (tokens, experts))?;
             let dweights = runner.normal_f32("dweights", (tokens, chosen))?;
-            let want = choice_reference(&logits.plain, router)?;
+            let bias = bias(runner)?;
+            let want = choice_reference(&logits.plain, bias.as_ref().map(|bias| &*bias.plain), router)?;
             let got = choose_experts_backward(&logits.here, &here(&want, runner)?, &dweights.here, router)?;
             let want = choice_reference_backward(&logits.plain, &want, &dweights.plain, router)?;
             Ok(vec![TensorPair::new(got, want)])
@@ -74,7 +103,7 @@ pub(in crate::ops) fn row_cases(what: &str, sizes: ExpertSizes) -> [OpCase; 3] {
     let shape = (tokens * chosen, width);
     let chosen_rows = move |runner: &CaseRunner<'_>| -> Result<(ExpertChoice, [ExpertRows; 2])> {
         let logits = runner.normal_f32("logits", (tokens, experts))?;
-        let plain = choice_reference(&logits.plain, Router { chosen, renormalize: true })?;
+        let plain = choice_reference(&logits.plain, None, Router::softmax(chosen, true))?;
         let choice = here(&plain, runner)?;
         let rows = [ExpertRows::of(&choice, experts)?, ExpertRows::of(&plain, experts)?];
         Ok((choice, rows))

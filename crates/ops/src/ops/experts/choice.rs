@@ -4,36 +4,41 @@ use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
 use super::cuda;
-use super::order::{ExpertChoice, Router};
+use super::order::{ExpertChoice, ExpertGroups, Router, RouterScores};
 use crate::error::Result;
 use crate::ops::gpu::{Route, are_floats};
 use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. Of
-/// equal logits the first ones count.
+/// Added to the sum of sigmoids that divides them.
+const SUM_OFFSET: f32 = 1e-20;
+
+/// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. The
+/// choice is by score plus `bias`, `[E]` f32. Of equal experts the first ones count.
 ///
 /// # Errors
 /// Fails if `logits` is not a contiguous matrix of floating-point values, or an operation of the
 /// device fails.
-pub fn choose_experts(logits: &Tensor, router: Router) -> Result<ExpertChoice> {
+pub fn choose_experts(logits: &Tensor, bias: Option<&Tensor>, router: Router) -> Result<ExpertChoice> {
     let _span = span(|| SpanInfo::op("choose_experts").dims(logits.dims()).moves(&[logits]));
     match Route::of(logits, are_floats([logits.dtype()])) {
-        Route::Kernel(driver) => return cuda::choose(driver, logits, router),
-        Route::Composed => return reference(logits, router),
+        Route::Kernel(driver) => return cuda::choose(driver, logits, bias, router),
+        Route::Composed => return reference(logits, bias, router),
         Route::Cpu => {}
     }
     let (rows, experts) = dims2(logits)?;
     let k = router.chosen;
     let (mut ids, mut weights) = (vec![0u32; rows * k], vec![0f32; rows * k]);
+    let bias = bias.map(read::<f32>).transpose()?;
+    let bias: Option<&[f32]> = bias.as_deref();
     with_elem!(logits.dtype(), T => {
         let logits = read::<T>(logits)?;
         let of_rows = ids.par_chunks_mut(k).zip(weights.par_chunks_mut(k)).zip(logits.par_chunks(experts));
-        of_rows.with_min_len(16).for_each_init(Vec::new, |values, ((ids, weights), row)| {
+        of_rows.with_min_len(16).for_each_init(Vec::new, |values: &mut Vec<f32>, ((ids, weights), row)| {
             values.clear();
             values.extend(row.iter().map(|x| x.widen()));
-            choose_of_row(values, ids, weights, router.renormalize);
+            choose_of_row(values, bias, ids, weights, router);
         });
         Ok(ExpertChoice { ids: tensor(ids, (rows, k))?, weights: tensor(weights, (rows, k))? })
     })
@@ -69,7 +74,7 @@ pub fn choose_experts_backward(
             values.clear();
             values.extend(row.iter().map(|x| x.widen()));
             let chosen = ChosenRow { ids, weights, dweights };
-            chosen.backward(values, router.renormalize);
+            chosen.backward(values, router);
             for (d, value) in d.iter_mut().zip(values.iter()) {
                 *d = T::nearest(*value);
             }
@@ -79,25 +84,87 @@ pub fn choose_experts_backward(
 }
 
 /// Chooses the experts of one token.
-fn choose_of_row(logits: &mut [f32], ids: &mut [u32], weights: &mut [f32], renormalize: bool) {
+fn choose_of_row(
+    logits: &mut [f32],
+    bias: Option<&[f32]>,
+    ids: &mut [u32],
+    weights: &mut [f32],
+    router: Router,
+) {
     // A NaN anywhere makes NaNs of the weights, so that the loss shows it.
     let has_nan = logits.iter().any(|x| x.is_nan());
-    let mut largest = f32::NEG_INFINITY;
-    for (at, (id, weight)) in ids.iter_mut().zip(weights.iter_mut()).enumerate() {
-        let left = (0..logits.len()).filter(|e| !logits[*e].is_nan());
-        let best = left.reduce(|best, e| if logits[e] > logits[best] { e } else { best });
-        // Only NaNs are left: any experts.
-        let (best, logit) = best.map_or((at, f32::NAN), |best| (best, logits[best]));
-        if at == 0 {
-            largest = logit;
-        }
-        (*id, *weight) = (best as u32, (logit - largest).exp());
-        logits[best] = f32::NAN;
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if bias.is_none() && router.groups.is_none() && router.scores == RouterScores::Softmax {
+        take_best(logits, ids, weights);
+        weights.iter_mut().for_each(|weight| *weight = (*weight - largest).exp());
+        let of_others = logits.iter().filter(|x| !x.is_nan()).map(|x| (x - largest).exp());
+        let rest: f32 = if router.renormalize { 0.0 } else { of_others.sum() };
+        let sum = if has_nan { f32::NAN } else { weights.iter().sum::<f32>() + rest };
+        weights.iter_mut().for_each(|weight| *weight = *weight / sum * router.factor);
+        return;
     }
-    let of_others = logits.iter().filter(|x| !x.is_nan()).map(|x| (x - largest).exp());
-    let rest: f32 = if renormalize { 0.0 } else { of_others.sum() };
-    let sum = if has_nan { f32::NAN } else { weights.iter().sum::<f32>() + rest };
-    weights.iter_mut().for_each(|weight| *weight /= sum);
+    match router.scores {
+        RouterScores::Sigmoid => logits.iter_mut().for_each(|x| *x = sigmoid(*x)),
+        RouterScores::Softmax => {
+            logits.iter_mut().for_each(|x| *x = (*x - largest).exp());
+            let sum: f32 = logits.iter().sum();
+            logits.iter_mut().for_each(|x| *x /= sum);
+        }
+    }
+    let scores = &*logits;
+    let mut keys = scores.to_vec();
+    for (key, bias) in keys.iter_mut().zip(bias.into_iter().flatten()) {
+        *key += bias;
+    }
+    if let Some(groups) = router.groups {
+        keep_groups(&mut keys, groups);
+    }
+    take_best(&mut keys, ids, weights);
+    for (id, weight) in ids.iter().zip(weights.iter_mut()) {
+        *weight = scores[*id as usize];
+    }
+    let sum = match (has_nan, router.renormalize) {
+        (true, _) => f32::NAN,
+        (false, true) => weights.iter().sum::<f32>() + SUM_OFFSET,
+        (false, false) => 1.0,
+    };
+    weights.iter_mut().for_each(|weight| *weight = *weight / sum * router.factor);
+}
+
+/// Makes NaNs of the keys outside the best groups.
+fn keep_groups(keys: &mut [f32], ExpertGroups { count, chosen }: ExpertGroups) {
+    let size = keys.len() / count;
+    let score = |group: &[f32]| {
+        let first_two = group.iter().fold([f32::NEG_INFINITY; 2], |[first, second], key| {
+            if *key > first { [*key, first] } else { [first, second.max(*key)] }
+        });
+        first_two.into_iter().filter(|key| key.is_finite()).sum::<f32>()
+    };
+    let mut scores: Vec<f32> = keys.chunks(size).map(score).collect();
+    let (mut best, mut found) = (vec![0; chosen], vec![0.0; chosen]);
+    take_best(&mut scores, &mut best, &mut found);
+    for (number, group) in keys.chunks_mut(size).enumerate() {
+        if !best.contains(&(number as u32)) {
+            group.fill(f32::NAN);
+        }
+    }
+}
+
+/// Writes the numbers and values of the largest keys, the first of equal ones, and makes NaNs of
+/// these keys.
+fn take_best(keys: &mut [f32], ids: &mut [u32], values: &mut [f32]) {
+    for (at, (id, value)) in ids.iter_mut().zip(values.iter_mut()).enumerate() {
+        let left = (0..keys.len()).filter(|e| !keys[*e].is_nan());
+        let best = left.reduce(|best, e| if keys[e] > keys[best] { e } else { best });
+        // Only NaNs are left: any experts.
+        let (best, key) = best.map_or((at, f32::NAN), |best| (best, keys[best]));
+        (*id, *value) = (best as u32, key);
+        keys[best] = f32::NAN;
+    }
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
 }
 
 /// The chosen experts of one token, and the gradients of their weights.
@@ -109,9 +176,16 @@ struct ChosenRow<'a> {
 
 impl ChosenRow<'_> {
     /// Replaces the logits of the token by their gradients.
-    fn backward(&self, logits: &mut [f32], renormalize: bool) {
+    fn backward(&self, logits: &mut [f32], router: Router) {
         let dot: f32 = self.weights.iter().zip(self.dweights).map(|(w, dw)| w * dw).sum();
-        if renormalize {
+        let around = if router.renormalize { dot / router.factor } else { 0.0 };
+        let mut slopes = [1.0; super::MOST_CHOSEN];
+        if router.scores == RouterScores::Sigmoid {
+            for (slope, id) in slopes.iter_mut().zip(self.ids) {
+                *slope = sigmoid(-logits[*id as usize]);
+            }
+        }
+        if router.renormalize || router.scores == RouterScores::Sigmoid {
             logits.fill(0.0);
         } else {
             let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -119,20 +193,49 @@ impl ChosenRow<'_> {
             let sum: f32 = logits.iter().sum();
             logits.iter_mut().for_each(|x| *x *= -dot / sum);
         }
-        let around = if renormalize { dot } else { 0.0 };
-        for ((id, w), dw) in self.ids.iter().zip(self.weights).zip(self.dweights) {
-            logits[*id as usize] += w * (dw - around);
+        for (((id, w), dw), slope) in self.ids.iter().zip(self.weights).zip(self.dweights).zip(slopes) {
+            logits[*id as usize] += w * (dw - around) * slope;
         }
     }
 }
 
 /// The definition, in candle's primitives.
-pub(crate) fn reference(logits: &Tensor, router: Router) -> Result<ExpertChoice> {
+pub(crate) fn reference(logits: &Tensor, bias: Option<&Tensor>, router: Router) -> Result<ExpertChoice> {
     let logits = logits.to_dtype(DType::F32)?;
-    let ids = logits.arg_sort_last_dim(false)?.narrow(D::Minus1, 0, router.chosen)?.contiguous()?;
-    let all = softmax(&logits)?.gather(&ids, D::Minus1)?;
-    let weights = if router.renormalize { all.broadcast_div(&all.sum_keepdim(D::Minus1)?)? } else { all };
-    Ok(ExpertChoice { ids, weights })
+    let scores = match router.scores {
+        RouterScores::Softmax => softmax(&logits)?,
+        RouterScores::Sigmoid => logits.neg()?.exp()?.affine(1.0, 1.0)?.recip()?,
+    };
+    let keys = match (bias, router.scores) {
+        (Some(bias), _) => scores.broadcast_add(bias)?,
+        // A softmax keeps the order of its logits, and they have fewer ties.
+        (None, RouterScores::Softmax) if router.groups.is_none() => logits,
+        (None, _) => scores.clone(),
+    };
+    let keys = match router.groups {
+        None => keys,
+        Some(ExpertGroups { count, chosen }) => {
+            let (rows, experts) = keys.dims2()?;
+            let by_group = keys.reshape((rows, count, experts / count))?;
+            let (sorted, _) = by_group.sort_last_dim(false)?;
+            let of_groups = sorted.narrow(2, 0, (experts / count).min(2))?.sum(2)?;
+            let best = of_groups.arg_sort_last_dim(false)?.narrow(1, 0, chosen)?.contiguous()?;
+            let kept =
+                of_groups.zeros_like()?.scatter_add(&best, &best.ones_like()?.to_dtype(DType::F32)?, 1)?;
+            // 0 for the best groups, else minus infinity.
+            let mask = kept.log()?.unsqueeze(2)?;
+            by_group.broadcast_add(&mask)?.reshape((rows, experts))?
+        }
+    };
+    let ids = keys.arg_sort_last_dim(false)?.narrow(D::Minus1, 0, router.chosen)?.contiguous()?;
+    let all = scores.gather(&ids, D::Minus1)?;
+    let weights = if router.renormalize {
+        let sum = all.sum_keepdim(D::Minus1)?.affine(1.0, f64::from(SUM_OFFSET))?;
+        all.broadcast_div(&sum)?
+    } else {
+        all
+    };
+    Ok(ExpertChoice { ids, weights: (weights * f64::from(router.factor))? })
 }
 
 /// The backward formula in candle's primitives.
@@ -144,12 +247,17 @@ pub(crate) fn reference_backward(
 ) -> Result<Tensor> {
     let (wide, weights) = (logits.to_dtype(DType::F32)?, &choice.weights);
     let dot = (weights * dweights)?.sum_keepdim(D::Minus1)?;
-    let (everywhere, around) = if router.renormalize {
-        (wide.zeros_like()?, dot)
-    } else {
-        (softmax(&wide)?.broadcast_mul(&dot)?.neg()?, dot.zeros_like()?)
-    };
+    let around = if router.renormalize { (&dot / f64::from(router.factor))? } else { dot.zeros_like()? };
     let chosen = (weights * dweights.broadcast_sub(&around)?)?;
+    let (everywhere, chosen) = match router.scores {
+        RouterScores::Sigmoid => {
+            // 1 − sigmoid(x)
+            let slopes = wide.gather(&choice.ids, D::Minus1)?.exp()?.affine(1.0, 1.0)?.recip()?;
+            (wide.zeros_like()?, (chosen * slopes)?)
+        }
+        RouterScores::Softmax if router.renormalize => (wide.zeros_like()?, chosen),
+        RouterScores::Softmax => (softmax(&wide)?.broadcast_mul(&dot)?.neg()?, chosen),
+    };
     Ok(everywhere.scatter_add(&choice.ids, &chosen, D::Minus1)?.to_dtype(logits.dtype())?)
 }
 

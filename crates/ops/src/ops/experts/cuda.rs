@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::order::{ExpertChoice, ExpertRows, Router};
+use super::order::{ExpertChoice, ExpertRows, Router, RouterScores};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
@@ -13,7 +13,21 @@ const THREADS: u32 = 256;
 /// Tokens per block of the router's kernels: one for each warp.
 const TOKENS: usize = 8;
 
-pub(super) fn choose(driver: &dyn Driver, logits: &Tensor, router: Router) -> Result<ExpertChoice> {
+/// Returns the settings of a router as its kernels read them: flags (1: renormalized, 2: scores are
+/// sigmoids), groups and groups of a token (0: no groups).
+fn settings(router: Router) -> Result<[u32; 3]> {
+    let sigmoid = router.scores == RouterScores::Sigmoid;
+    let [groups, of_token] = router.groups.map_or([0; 2], |groups| [groups.count, groups.chosen]);
+    let flags = u32::from(router.renormalize) | u32::from(sigmoid) << 1;
+    Ok([flags, number(groups)?, number(of_token)?])
+}
+
+pub(super) fn choose(
+    driver: &dyn Driver,
+    logits: &Tensor,
+    bias: Option<&Tensor>,
+    router: Router,
+) -> Result<ExpertChoice> {
     let ((tokens, experts), k) = (logits.dims2()?, router.chosen);
     let ids = TensorMut::zeros((tokens, k), DType::U32, logits.device())?;
     let weights = empty(tokens, k, DType::F32, logits.device())?;
@@ -21,9 +35,13 @@ pub(super) fn choose(driver: &dyn Driver, logits: &Tensor, router: Router) -> Re
     let (rows, experts, k) = (number(tokens)?, number(experts)?, number(k)?);
     macro_rules! launch {
         ($kernel:ident) => {{
+            let (logits, bias) = (In::all(logits)?, In::optional(bias)?);
             let (ids, weights) = (Out::all(&ids)?, Out::all(&weights)?);
-            let renormalize = u32::from(router.renormalize);
-            kernels::$kernel(driver, shape, In::all(logits)?, ids, weights, rows, experts, k, renormalize)?
+            let [flags, groups, of_token] = settings(router)?;
+            let factor = router.factor;
+            kernels::$kernel(
+                driver, shape, logits, bias, ids, weights, rows, experts, k, flags, groups, of_token, factor,
+            )?
         }};
     }
     if logits.dtype() == DType::BF16 {
@@ -49,8 +67,10 @@ pub(super) fn choose_backward(
         ($kernel:ident) => {{
             let (ids, weights) = (In::all(&choice.ids)?, In::all(&choice.weights)?);
             let (logits, dweights, d) = (In::all(logits)?, In::all(dweights)?, Out::all(&dlogits)?);
-            let renormalize = u32::from(router.renormalize);
-            kernels::$kernel(driver, shape, logits, ids, weights, dweights, d, rows, experts, k, renormalize)?
+            let ([flags, ..], factor) = (settings(router)?, router.factor);
+            kernels::$kernel(
+                driver, shape, logits, ids, weights, dweights, d, rows, experts, k, flags, factor,
+            )?
         }};
     }
     if logits.dtype() == DType::BF16 {

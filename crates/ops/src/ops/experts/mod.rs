@@ -3,12 +3,14 @@
 //! and back.
 //!
 //! ```text
-//! p = softmax(logits)          the k experts of the largest logits are chosen
-//! w = p, or p / Σ p of the chosen experts (renormalized)
+//! p = softmax(logits), or sigmoid(logits)
+//! the k experts of the largest p (+ bias), in the best groups, are chosen
+//! w = factor · p, or factor · p / Σ p of the chosen experts (renormalized)
 //! ```
 //!
-//! Softmax over the chosen logits alone is the renormalized choice. Symbols: E experts, k chosen
-//! experts of a token, R = N·k rows of all experts.
+//! Softmax over the chosen logits alone is the renormalized choice. The bias moves only the choice
+//! and has no gradient (DeepSeek-V3, arXiv 2412.19437). Symbols: E experts, k chosen experts of a
+//! token, R = N·k rows of all experts.
 
 mod balance;
 pub(super) mod cases;
@@ -21,7 +23,7 @@ pub use balance::balance_experts;
 pub(crate) use balance::reference as balance_reference;
 pub use choice::{choose_experts, choose_experts_backward};
 pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
-pub use order::{ExpertChoice, ExpertRows, Router, RowsOfExpert};
+pub use order::{ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, RowsOfExpert};
 pub(crate) use rows::{combine_reference, scale_reference, scale_reference_backward};
 pub use rows::{combine_rows, scale_rows, scale_rows_backward};
 
@@ -29,3 +31,5 @@ pub use rows::{combine_rows, scale_rows, scale_rows_backward};
 pub const MOST_EXPERTS: usize = 1024;
 /// Maximum number of experts of a token.
 pub const MOST_CHOSEN: usize = 32;
+/// Maximum number of groups of experts.
+pub const MOST_GROUPS: usize = 32;

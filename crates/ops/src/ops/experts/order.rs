@@ -9,18 +9,50 @@ use crate::ops::gpu;
 use crate::runtime::copy::to_device;
 
 /// The settings of a router.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Router {
     /// The number of experts of a token, k.
     pub chosen: usize,
-    /// True if the weights of a token's experts sum to 1.
+    /// The scores of the experts.
+    pub scores: RouterScores,
+    /// True if the weights of a token's experts sum to `factor`.
     pub renormalize: bool,
+    /// The groups that restrict the choice; `None`: each expert can be chosen.
+    pub groups: Option<ExpertGroups>,
+    /// Factor on the weights.
+    pub factor: f32,
+}
+
+/// The function of a token's logits that gives the scores of its experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RouterScores {
+    /// The softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit (DeepSeek-V3).
+    Sigmoid,
+}
+
+/// Groups of consecutive experts, of which a token uses only the best. The score of a group is the
+/// sum of its two best experts' (DeepSeek-V3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// The number of groups, at most [`super::MOST_GROUPS`]; it divides the number of experts.
+    pub count: usize,
+    /// The number of groups of a token.
+    pub chosen: usize,
+}
+
+impl Router {
+    /// Returns a router of softmax scores that chooses `chosen` of all experts.
+    pub fn softmax(chosen: usize, renormalize: bool) -> Self {
+        Router { chosen, scores: RouterScores::Softmax, renormalize, groups: None, factor: 1.0 }
+    }
 }
 
 /// The experts of each token.
 #[derive(Debug, Clone)]
 pub struct ExpertChoice {
-    /// The experts, the one of the largest logit first: `[N, k]` u32.
+    /// The experts, the best one first: `[N, k]` u32.
     pub ids: Tensor,
     /// Their weights: `[N, k]` f32.
     pub weights: Tensor,

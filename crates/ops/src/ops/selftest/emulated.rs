@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::ops::activation::{self, activate, activate_backward};
 use crate::ops::case::{CaseRunner, in_f64};
 use crate::ops::empty;
-use crate::ops::experts::{ExpertChoice, ExpertRows, Router, choose_experts};
+use crate::ops::experts::{ExpertChoice, ExpertRows, Router, RouterScores, choose_experts};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
@@ -98,30 +98,37 @@ fn every_op_passes_in_reverse_with_late_copies() {
 #[test]
 fn a_router_chooses_experts_by_nans_too() -> Result<()> {
     for (experts, chosen) in [(8, 2), (70, 5)] {
-        let router = Router { chosen, renormalize: true };
-        let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32, first: 0 };
-        let plain = runner.normal("logits", (4, experts))?.here;
-        let mut values: Vec<f32> = plain.flatten_all()?.to_vec1()?;
-        values[experts..2 * experts].fill(f32::NAN);
-        values[2 * experts + 3] = f32::NAN;
-        let logits = Tensor::from_vec(values, (4, experts), &Device::Cpu)?;
-        let choose =
-            |logits: &Tensor| Emulator::run(EmulatorSchedule::default(), || choose_experts(logits, router)).0;
-        for (found, wanted) in [
-            (choose(&logits)?, choose(&plain)?),
-            (choose_experts(&logits, router)?, choose_experts(&plain, router)?),
-        ] {
-            let weights = |choice: &ExpertChoice| -> Result<Vec<Vec<f32>>> { Ok(choice.weights.to_vec2()?) };
-            let (found_weights, wanted_weights) = (weights(&found)?, weights(&wanted)?);
-            for (token, ids) in found.ids.to_vec2::<u32>()?.into_iter().enumerate() {
-                assert!(ids.iter().all(|id| (*id as usize) < experts), "{ids:?} of {experts}");
-                if token == 1 || token == 2 {
-                    assert!(found_weights[token].iter().all(|weight| weight.is_nan()), "{found_weights:?}");
-                } else {
-                    assert_eq!(found_weights[token], wanted_weights[token]);
+        let sigmoid = Router { scores: RouterScores::Sigmoid, ..Router::softmax(chosen, true) };
+        for router in [Router::softmax(chosen, true), sigmoid] {
+            let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32, first: 0 };
+            let plain = runner.normal("logits", (4, experts))?.here;
+            let mut values: Vec<f32> = plain.flatten_all()?.to_vec1()?;
+            values[experts..2 * experts].fill(f32::NAN);
+            values[2 * experts + 3] = f32::NAN;
+            let logits = Tensor::from_vec(values, (4, experts), &Device::Cpu)?;
+            let choose = |logits: &Tensor| {
+                Emulator::run(EmulatorSchedule::default(), || choose_experts(logits, None, router)).0
+            };
+            for (found, wanted) in [
+                (choose(&logits)?, choose(&plain)?),
+                (choose_experts(&logits, None, router)?, choose_experts(&plain, None, router)?),
+            ] {
+                let weights =
+                    |choice: &ExpertChoice| -> Result<Vec<Vec<f32>>> { Ok(choice.weights.to_vec2()?) };
+                let (found_weights, wanted_weights) = (weights(&found)?, weights(&wanted)?);
+                for (token, ids) in found.ids.to_vec2::<u32>()?.into_iter().enumerate() {
+                    assert!(ids.iter().all(|id| (*id as usize) < experts), "{ids:?} of {experts}");
+                    if token == 1 || token == 2 {
+                        assert!(
+                            found_weights[token].iter().all(|weight| weight.is_nan()),
+                            "{found_weights:?}"
+                        );
+                    } else {
+                        assert_eq!(found_weights[token], wanted_weights[token]);
+                    }
                 }
+                assert_eq!(ExpertRows::of(&found, experts)?.tokens().len(), 4 * chosen);
             }
-            assert_eq!(ExpertRows::of(&found, experts)?.tokens().len(), 4 * chosen);
         }
     }
     Ok(())

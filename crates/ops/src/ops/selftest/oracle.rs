@@ -16,7 +16,7 @@ use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Outp
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
-use crate::ops::experts::{self, ExpertRows, Router};
+use crate::ops::experts::{self, ExpertGroups, ExpertRows, Router, RouterScores};
 use crate::ops::gated_delta::{self, DeltaHeads, DeltaInputs, DeltaParamGrads, GateGrads};
 use crate::ops::gated_norm;
 use crate::ops::glu;
@@ -294,13 +294,28 @@ fn activations_without_a_gate() -> Result<()> {
 /// The tape goes from each token's experts, weighted and summed, to the router's logits.
 #[test]
 fn weighted_experts() -> Result<()> {
-    for renormalize in [false, true] {
-        let (router, shape) = (Router { chosen: 3, renormalize }, (9, 6));
+    let groups = Some(ExpertGroups { count: 3, chosen: 2 });
+    let sigmoid = Router { scores: RouterScores::Sigmoid, groups, factor: 2.5, ..Router::softmax(3, true) };
+    let grouped = Router { groups, factor: 1.5, ..Router::softmax(3, true) };
+    for router in [
+        Router::softmax(3, false),
+        Router::softmax(3, true),
+        grouped,
+        sigmoid,
+        Router { renormalize: false, ..sigmoid },
+    ] {
+        let (shape, renormalize) = ((9, 6), router.renormalize);
         let (logits, x, dy) = (var("logits", shape)?, var("x", (27, 8))?, normal("dy", (9, 8))?);
-        let choice = experts::choice_reference(&logits.detach(), router)?;
+        let bias = router.groups.map(|_| normal("bias", 6)).transpose()?;
+        let choice = experts::choice_reference(&logits.detach(), bias.as_ref(), router)?;
         let rows = ExpertRows::of(&choice, 6)?;
-        let all = candle_nn::ops::softmax(&logits, 1)?.gather(&choice.ids, 1)?;
+        let scores = match router.scores {
+            RouterScores::Softmax => candle_nn::ops::softmax(&logits, 1)?,
+            RouterScores::Sigmoid => candle_nn::ops::sigmoid(&logits)?,
+        };
+        let all = scores.gather(&choice.ids, 1)?;
         let weights = if renormalize { all.broadcast_div(&all.sum_keepdim(1)?)? } else { all };
+        let weights = (weights * f64::from(router.factor))?;
         close("weights", &choice.weights, &weights)?;
         // Row r of x is the copy that stands there.
         let index = |list: &[u32]| Tensor::from_slice(list, list.len(), &Device::Cpu);

@@ -224,10 +224,12 @@ proptest! {
     fn routed_experts(
         (tokens, width) in (1..60_usize, widths(1)),
         (experts, chosen) in (1..200_usize, 1..12_usize),
-        (renormalize, run) in (any::<bool>(), runs()),
+        (renormalize, is_sigmoid, has_bias) in (any::<bool>(), any::<bool>(), any::<bool>()),
+        (groups, run) in (0..9_usize, runs()),
     ) {
         let sizes = ExpertSizes { tokens, experts, chosen: chosen.min(experts), width };
-        let [chosen, chosen_backward, balanced] = experts::cases::router_cases("", sizes, renormalize);
+        let router = experts::cases::router(sizes, renormalize, is_sigmoid, groups);
+        let [chosen, chosen_backward, balanced] = experts::cases::router_cases("", sizes, router, has_bias);
         check([chosen, chosen_backward], run, "choose_experts")?;
         check([balanced], run, "balance_experts")?;
         let [scaled, scaled_backward, combined] = experts::cases::row_cases("", sizes);

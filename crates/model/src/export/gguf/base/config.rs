@@ -1,0 +1,396 @@
+//! config.json from the metadata of a GGUF file: the reverse of `metadata`.
+//!
+//! The settings come from the keys, the facts of the architecture (`GgufFacts`) and the tensors.
+//! Then the exporter describes the composed model again. A key of the file with another value, or
+//! one that was not read, is refused: the model would be another.
+
+use serde_json::{Map, Value, json};
+
+use super::super::GgufType;
+use super::super::metadata;
+use super::super::writer::MetadataValue;
+use super::keys::{ArchKeys, shown, single};
+use super::rope;
+use crate::error::{ErrorContext as _, Result};
+use crate::model::{self, Architecture, GgufSliding, GgufSoftcap, GgufWindows, ModelConfig};
+use crate::ops::glu::Activation;
+use crate::weights::{GgufFile, GgufTensor, GgufValue, StoredDtype};
+
+/// The width of sliding windows in architectures that always have them.
+const WINDOW: usize = 4096;
+
+/// A model as config.json describes it.
+pub(super) struct Described {
+    pub(super) config: ModelConfig,
+    pub(super) json: Map<String, Value>,
+}
+
+/// Reads the model that the metadata of `file` describe.
+///
+/// # Errors
+/// User: a key is missing or mistyped, the architecture is unknown, or a key has a meaning that
+/// finetune does not compute.
+pub(super) fn read(file: &GgufFile) -> Result<Described> {
+    let arch = match file.key("general.architecture") {
+        Some(GgufValue::Text(arch)) => arch.as_str(),
+        _ => return Err(file.refused("its key `general.architecture` is missing")),
+    };
+    let keys = ArchKeys::new(file, arch);
+    let family = family(&keys)?;
+    let mut json = settings(&keys, family)?;
+    let whole = || format!("cannot use the model of {}", file.path().display());
+    let composed = |json: &Map<String, Value>| {
+        let text = Value::Object(json.clone()).to_string();
+        ModelConfig::from_json(&text, "its metadata").during(whole)
+    };
+    let mut config = composed(&json)?;
+    // In some families the key means the biases of q, k and v, in others also that of the output.
+    if config.attentions().any(|attention| attention.o_bias) && !has_bias(file, "attn_output") {
+        json.insert("attention_bias".to_owned(), false.into());
+        config = composed(&json)?;
+    }
+    check(&keys, &config, &json).during(whole)?;
+    keys.refuse_unread()?;
+    Ok(Described { config, json })
+}
+
+/// Chooses among the families of an architecture. If several differ by windows or by layers without
+/// positions, the first has neither.
+fn family(keys: &ArchKeys<'_>) -> Result<&'static Architecture> {
+    let all = || model::families().filter(|family| !family.gguf.architecture.is_empty());
+    let has_experts = keys.size("expert_count")?.is_some_and(|count| count > 0);
+    let same = all().filter(|family| family.gguf.architecture == keys.arch);
+    let found: Vec<&Architecture> =
+        same.filter(|family| family.gguf.experts.is_some() == has_experts).collect();
+    let special = keys.size("attention.sliding_window")?.is_some_and(|width| width > 0)
+        || keys.flag("rope.scaling.finetuned")? == Some(false) && keys.get("rope.freq_base").is_none();
+    let second = found.get(1).filter(|_| special);
+    second.or(found.first()).copied().ok_or_else(|| {
+        let mut names: Vec<&str> = all().map(|family| family.gguf.architecture).collect();
+        names.sort_unstable();
+        names.dedup();
+        let experts = if has_experts { " with experts" } else { "" };
+        keys.file.refused(format!(
+            "its `general.architecture` is \"{}\"{experts}; accepted: {}",
+            keys.arch.chars().take(80).collect::<String>(),
+            names.join(", ")
+        ))
+    })
+}
+
+/// The settings of config.json.
+fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
+    let (file, facts) = (keys.file, &family.gguf);
+    let table = file.tensor("token_embd.weight").filter(|table| table.shape.len() == 2);
+    let table =
+        table.ok_or_else(|| file.refused("its tensor `token_embd.weight` is missing or no matrix"))?;
+    let heads = keys.required("attention.head_count")?;
+    let hidden = keys.required("embedding_length")?;
+    let head_dim = keys.size("attention.key_length")?.unwrap_or(hidden / heads.max(1));
+    let value_length = keys.size("attention.value_length")?.unwrap_or(head_dim);
+    if value_length != head_dim {
+        let cause = format!("its heads have keys of {head_dim} and values of {value_length} columns");
+        return Err(file.refused(format!("{cause}; accepted: equal widths")));
+    }
+    let layers = block_count(keys)?;
+    keys.size("vocab_size")?;
+    let model_type = family.model_types.first().copied().unwrap_or_default();
+    let act = match facts.activation {
+        Activation::Silu => "silu",
+        Activation::GeluTanh => "gelu_pytorch_tanh",
+        other => return Err(file.refused(format!("the activation of its architecture is {other:?}"))),
+    };
+    let mut json = Map::new();
+    let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
+    set("architectures", json!([class_name(model_type)]));
+    set("model_type", model_type.into());
+    set("torch_dtype", dtype(file).config_name().into());
+    set("vocab_size", table.shape[0].into());
+    set("hidden_size", hidden.into());
+    set("num_hidden_layers", layers.into());
+    set("num_attention_heads", heads.into());
+    set("num_key_value_heads", keys.size("attention.head_count_kv")?.unwrap_or(heads).into());
+    set("head_dim", head_dim.into());
+    set("hidden_act", act.into());
+    if facts.activation == Activation::GeluTanh {
+        set("hidden_activation", act.into());
+    }
+    set("max_position_embeddings", keys.required("context_length")?.into());
+    if let Some(eps) = keys.float("attention.layer_norm_rms_epsilon")? {
+        set("rms_norm_eps", eps.into());
+    }
+    set("tie_word_embeddings", file.tensor("output.weight").is_none().into());
+    for (key, module) in [
+        ("attention_bias", "attn_q"),
+        ("qkv_bias", "attn_q"),
+        ("attention_out_bias", "attn_output"),
+        ("mlp_bias", "ffn_up"),
+        ("use_bias", "attn_q"),
+    ] {
+        set(key, has_bias(file, module).into());
+    }
+    if let Some(width) = keys.size("feed_forward_length")? {
+        set(family.intermediate_size, width.into());
+    }
+    json.extend(factors(keys, family, head_dim, hidden / heads.max(1), layers)?);
+    json.extend(experts(keys, family)?);
+    json.extend(windows(keys, family, layers)?);
+    json.extend(rope::settings(keys, facts, head_dim, layers)?);
+    Ok(json)
+}
+
+/// Returns the number of blocks, each of which has tensors.
+fn block_count(keys: &ArchKeys<'_>) -> Result<usize> {
+    let (layers, tensors) = (keys.required("block_count")?, keys.file.tensors().count());
+    if layers > tensors {
+        let cause = format!("its key `{}.block_count` is {layers}, and it has {tensors} tensors", keys.arch);
+        return Err(keys.file.refused(cause));
+    }
+    Ok(layers)
+}
+
+/// Returns whether the modules of this name have biases.
+fn has_bias(file: &GgufFile, module: &str) -> bool {
+    file.tensor(&format!("blk.0.{module}.bias")).is_some()
+}
+
+/// The class of a `model_type` in transformers.
+fn class_name(model_type: &str) -> String {
+    let base = model_type.strip_suffix("_text").unwrap_or(model_type);
+    let mut name = String::new();
+    let mut starts = true;
+    for letter in base.chars() {
+        let after_digit = name.ends_with(|last: char| last.is_ascii_digit());
+        match letter {
+            // "ernie4_5" keeps the mark between its digits.
+            '_' => starts = true,
+            digit if starts && digit.is_ascii_digit() && after_digit => {
+                name.extend(['_', digit]);
+                starts = false;
+            }
+            letter if starts => {
+                name.extend(letter.to_uppercase());
+                starts = false;
+            }
+            letter => name.push(letter),
+        }
+    }
+    let name = match name.as_str() {
+        "Smollm3" => "SmolLM3",
+        "Granitemoehybrid" => "GraniteMoeHybrid",
+        regular => regular,
+    };
+    format!("{name}ForCausalLM")
+}
+
+/// The type of most bytes of the weights; that before quantization is unknown.
+fn dtype(file: &GgufFile) -> StoredDtype {
+    let bytes = |dtype: StoredDtype| {
+        let of = file.tensors().filter(|tensor| tensor.kind.name() == dtype.name().to_lowercase());
+        of.map(|tensor| tensor.range.len()).sum::<usize>()
+    };
+    let all: usize = file.tensors().map(|tensor| tensor.range.len()).sum();
+    let most = [StoredDtype::F32, StoredDtype::F16].into_iter().find(|dtype| 2 * bytes(*dtype) > all);
+    most.unwrap_or(StoredDtype::BF16)
+}
+
+/// Factors and soft-caps.
+fn factors(
+    keys: &ArchKeys<'_>,
+    family: &Architecture,
+    head_dim: usize,
+    by_hidden: usize,
+    layers: usize,
+) -> Result<Map<String, Value>> {
+    let (facts, mut json) = (&family.gguf, Map::new());
+    if facts.reads_factors {
+        let natural = 1.0 / (head_dim as f64).sqrt();
+        for (key, name, default) in [
+            ("embedding_multiplier", "embedding_scale", 1.0),
+            ("attention_multiplier", "attention.scale", natural),
+            ("residual_multiplier", "residual_scale", 1.0),
+            ("logits_scaling", "logit_scale", 1.0),
+        ] {
+            // llama.cpp counts 0 as no factor.
+            let factor = keys.float(name)?.filter(|factor| *factor != 0.0).unwrap_or(default);
+            json.insert(key.to_owned(), factor.into());
+        }
+    }
+    for (key, cap, support) in [
+        ("attn_logit_softcapping", "attn_logit_softcapping", facts.attention_softcap),
+        ("final_logit_softcapping", "final_logit_softcapping", facts.logit_softcap),
+    ] {
+        match (support, support == GgufSoftcap::Never) {
+            (_, true) => {}
+            (support, _) => {
+                let found = keys.float(cap)?.filter(|cap| *cap != 0.0);
+                if found.is_some() || support == GgufSoftcap::Optional {
+                    json.insert(key.to_owned(), found.into());
+                }
+            }
+        }
+    }
+    if let Some(at) = facts.scales_by_hidden_at {
+        let width = if layers == at { by_hidden } else { head_dim };
+        json.insert("query_pre_attn_scalar".to_owned(), width.into());
+    }
+    Ok(json)
+}
+
+/// Numbers and widths of experts.
+fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
+    let (file, mut json) = (keys.file, Map::new());
+    let Some(facts) = family.gguf.experts else { return Ok(json) };
+    let width =
+        |name: &str| file.tensor(name).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1));
+    let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
+    let count = keys.required("expert_count")?;
+    set("num_experts", count.into());
+    set("num_local_experts", count.into());
+    set("num_experts_per_tok", keys.required("expert_used_count")?.into());
+    set("norm_topk_prob", facts.renormalizes.into());
+    set("decoder_sparse_step", 1.into());
+    keys.size("expert_feed_forward_length")?;
+    keys.size("expert_shared_feed_forward_length")?;
+    if let Some(width) = width("blk.0.ffn_up_exps.weight") {
+        set("moe_intermediate_size", (*width).into());
+        if keys.size("feed_forward_length")?.is_none() {
+            set(family.intermediate_size, (*width).into());
+        }
+    }
+    if let Some(width) = width("blk.0.ffn_up_shexp.weight") {
+        set("shared_expert_intermediate_size", (*width).into());
+    }
+    // Newer files name what the architecture always does.
+    if let Some(found) = keys.flag("expert_weights_norm")?.filter(|found| *found != facts.renormalizes) {
+        let accepted = facts.renormalizes.to_string();
+        return Err(keys.refused("expert_weights_norm", &GgufValue::Bool(found), &accepted));
+    }
+    if let Some(found) = keys.size("expert_gating_func")?.filter(|found| *found != 1) {
+        return Err(keys.refused("expert_gating_func", &GgufValue::Integer(found as i64), "1, a softmax"));
+    }
+    Ok(json)
+}
+
+/// The width of sliding windows and the layers that have one.
+fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<Map<String, Value>> {
+    let mut json = Map::new();
+    let given = keys.size("attention.sliding_window")?.filter(|width| *width > 0);
+    let Some(GgufWindows { period, models }) = family.gguf.windows else {
+        json.extend(given.map(|width| ("sliding_window".to_owned(), width.into())));
+        return Ok(json);
+    };
+    let width = match models {
+        GgufSliding::WithKey => given,
+        GgufSliding::Always => Some(given.unwrap_or(WINDOW)),
+        GgufSliding::OfLayers(count) => (layers == count).then_some(given.unwrap_or(WINDOW)),
+    };
+    let pattern = keys.get("attention.sliding_window_pattern");
+    let slides: Option<Vec<bool>> = match pattern {
+        None => Some(by_period(period, layers)),
+        Some(GgufValue::Integer(found)) => {
+            usize::try_from(*found).ok().map(|period| by_period(period, layers))
+        }
+        Some(GgufValue::List(list)) => list.iter().map(is_set).collect(),
+        Some(_) => None,
+    };
+    let slides = slides.filter(|slides| slides.len() == layers).ok_or_else(|| {
+        let accepted = format!("a period, or true or false for each of the {layers} layers");
+        keys.refused("attention.sliding_window_pattern", pattern.unwrap_or(&GgufValue::Integer(0)), &accepted)
+    })?;
+    let kind = |slides: bool| {
+        if slides && width.is_some() { "sliding_attention" } else { "full_attention" }
+    };
+    json.insert("sliding_window".to_owned(), width.into());
+    json.insert("layer_types".to_owned(), slides.into_iter().map(kind).collect());
+    Ok(json)
+}
+
+/// Returns the layers that slide: all but the last of each period; with a period of 0 all.
+fn by_period(period: usize, layers: usize) -> Vec<bool> {
+    (0..layers).map(|layer| period == 0 || layer % period < period - 1).collect()
+}
+
+fn is_set(value: &GgufValue) -> Option<bool> {
+    match value {
+        GgufValue::Bool(flag) => Some(*flag),
+        GgufValue::Integer(number) => Some(*number != 0),
+        _ => None,
+    }
+}
+
+/// Describes the composed model as the exporter does, and compares with the keys of the file.
+fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -> Result<()> {
+    let described = metadata::describe(config, json, "", GgufType::F32)?;
+    let start = format!("{}.", keys.arch);
+    for (key, ours) in described.metadata.entries() {
+        let Some(own) = key.strip_prefix(&start) else { continue };
+        match keys.get(own) {
+            Some(theirs) if !agree(ours, single(theirs)) => {
+                return Err(keys.file.refused(format!(
+                    "its key `{key}` is {}; finetune computes such a model with {ours:?}",
+                    shown(theirs)
+                )));
+            }
+            // A model with these keys differs from one without.
+            None if own.starts_with("rope.scaling.") || own == "attention.temperature_scale" => {
+                return Err(keys.file.refused(format!("its key `{key}` is missing; expected: {ours:?}")));
+            }
+            _ => {}
+        }
+    }
+    for own in ["rope.scaling.factor", "rope.scaling.attn_factor"] {
+        let key = format!("{start}{own}");
+        let is_computed = described.metadata.entries().iter().any(|(computed, _)| *computed == key);
+        if let Some(found) = keys.float(own)?.filter(|found| !is_computed && ![0.0, 1.0].contains(found)) {
+            return Err(keys.file.refused(format!(
+                "its key `{key}` is {found}; finetune computes such a model without this key"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether two values are the same.
+fn agree(ours: &MetadataValue, theirs: &GgufValue) -> bool {
+    match (ours, theirs) {
+        (MetadataValue::U32(ours), GgufValue::Integer(theirs)) => i64::from(*ours) == *theirs,
+        (MetadataValue::F32(ours), GgufValue::Float(theirs)) => {
+            (ours - theirs).abs() <= 1e-6 * ours.abs().max(theirs.abs())
+        }
+        (MetadataValue::Bool(ours), GgufValue::Bool(theirs)) => ours == theirs,
+        (MetadataValue::Text(ours), GgufValue::Text(theirs)) => ours == theirs,
+        // The pattern of windows, which the layers have been read from.
+        (MetadataValue::Bools(_), _) => true,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The classes in transformers' configurations of the golden models.
+    #[test]
+    fn every_family_has_its_class() {
+        for (model_type, class) in [
+            ("llama", "LlamaForCausalLM"),
+            ("qwen2_moe", "Qwen2MoeForCausalLM"),
+            ("gemma3_text", "Gemma3ForCausalLM"),
+            ("smollm3", "SmolLM3ForCausalLM"),
+            ("ernie4_5", "Ernie4_5ForCausalLM"),
+            ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+            ("seed_oss", "SeedOssForCausalLM"),
+            ("exaone4", "Exaone4ForCausalLM"),
+        ] {
+            assert_eq!(class_name(model_type), class);
+        }
+    }
+
+    #[test]
+    fn all_but_the_last_layer_of_a_period_slide() {
+        assert_eq!(by_period(3, 5), [true, true, false, true, true]);
+        assert_eq!(by_period(0, 2), [true, true]);
+        assert_eq!(by_period(1, 2), [false, false]);
+    }
+}

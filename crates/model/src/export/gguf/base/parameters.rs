@@ -1,0 +1,47 @@
+//! The parameters of a model in the tensors of a GGUF file: the reverse of `tensors`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::tensors::{change, module_names};
+use super::rope::{LLAMA3, LONG, SHORT};
+use crate::error::Result;
+use crate::model::{self, ModelConfig, ModelPart, Role};
+use crate::weights::{GgufFile, GgufIndex, GgufParameter};
+
+/// Lists the parameters.
+///
+/// # Errors
+/// User: a tensor is missing, or not part of the model.
+pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> {
+    let mut used: BTreeSet<String> = [LLAMA3, LONG, SHORT].map(str::to_owned).into();
+    let mut parameters = BTreeMap::new();
+    for spec in model::parameters(config) {
+        let end = if spec.role == Role::Bias { "bias" } else { "weight" };
+        let names = module_names(&config.family.gguf, spec.part).into_iter();
+        let tensors: Vec<String> = names.map(|name| format!("{name}.{end}")).collect();
+        if let Some(missing) = tensors.iter().find(|name| file.tensor(name).is_none()) {
+            return Err(file.refused(format!("its tensor `{missing}` is missing")));
+        }
+        used.extend(tensors.iter().cloned());
+        let expert = match spec.part {
+            ModelPart::Block { part, .. } => part.expert(),
+            _ => None,
+        };
+        let change = change(config, spec.part);
+        let parameter = GgufParameter {
+            tensors,
+            expert: expert.map(usize::from),
+            shape: spec.shape,
+            interleaved_heads: change.interleave_heads,
+            added: change.add,
+        };
+        parameters.insert(spec.name, parameter);
+    }
+    match file.tensors().find(|tensor| !used.contains(&tensor.name)) {
+        Some(other) => Err(file.refused(format!(
+            "its tensor `{}` is no part of a model of the family {}",
+            other.name, config.family.name
+        ))),
+        None => Ok(GgufIndex { file: file.path().to_owned(), parameters }),
+    }
+}

@@ -1,0 +1,164 @@
+//! The values of a tensor of a GGUF file as a parameter of the model: decoded, with rows in the
+//! order of Hugging Face checkpoints.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::quant::BlockType;
+use crate::weights::StoredElement;
+use crate::weights::tensor_info::ShardRange;
+
+/// The least number of values that are decoded at once.
+const VALUES: usize = 1 << 16;
+
+/// One tensor of a file, or a part of it.
+#[derive(Debug, Clone)]
+pub(in crate::weights) struct BlockSource {
+    pub(super) kind: BlockType,
+    pub(super) place: ShardRange,
+}
+
+/// The data of a parameter besides its entry in the list of tensors, which has the position of the
+/// first source.
+#[derive(Debug, Clone)]
+pub(in crate::weights) struct BlockParts {
+    /// The tensors that hold its rows, in equal shares.
+    pub(super) sources: Vec<BlockSource>,
+    /// The length of a row.
+    pub(super) columns: usize,
+    /// The number of rows of a source.
+    pub(super) rows: usize,
+    /// The number of heads whose halves are interleaved in the file.
+    pub(super) interleaved_heads: Option<usize>,
+    /// The number that the file has added to each value.
+    pub(super) added: f32,
+}
+
+impl BlockParts {
+    fn kind(&self) -> Option<BlockType> {
+        self.sources.first().map(|source| source.kind)
+    }
+
+    /// Returns the name of its type: that of safetensors for floats.
+    pub(in crate::weights) fn name(&self) -> &'static str {
+        match self.kind() {
+            None | Some(BlockType::F32) => "F32",
+            Some(BlockType::F16) => "F16",
+            Some(BlockType::BF16) => "BF16",
+            Some(kind) => kind.name(),
+        }
+    }
+
+    /// Returns the bytes of all sources.
+    pub(in crate::weights) fn bytes(&self) -> u64 {
+        self.sources.iter().map(|source| source.place.range.len() as u64).sum()
+    }
+
+    /// Returns the positions of the sources after the first.
+    pub(in crate::weights) fn places(&self) -> impl Iterator<Item = &ShardRange> {
+        self.sources.iter().skip(1).map(|source| &source.place)
+    }
+
+    /// Returns text that differs between any two formats of equal shape. The identity of a model
+    /// includes it, so it never changes.
+    pub(in crate::weights) fn fingerprint(&self) -> String {
+        let kinds: Vec<&str> = self.sources.iter().map(|source| source.kind.name()).collect();
+        format!("gguf {} {:?} {}", kinds.join("+"), self.interleaved_heads, self.added)
+    }
+
+    /// Returns the row of the file that holds `row` of a source.
+    fn source_row(&self, row: usize) -> usize {
+        let Some(heads) = self.interleaved_heads else { return row };
+        let width = self.rows / heads;
+        let (head, at, half) = (row / width, row % width, width / 2);
+        head * width + at % half * 2 + at / half
+    }
+
+    /// Reads the values from `start` on, on all threads, each rounded once; `bytes` reads a range.
+    pub(in crate::weights) fn read<'a, T: StoredElement>(
+        &self,
+        start: usize,
+        out: &mut [T],
+        bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
+    ) -> Result<()> {
+        let sources: Vec<&[u8]> =
+            self.sources.iter().map(|source| bytes(&source.place)).collect::<Result<_>>()?;
+        let task = (VALUES / self.columns.max(1)).max(1) * self.columns.max(1);
+        out.par_chunks_mut(task).enumerate().for_each(|(i, out)| {
+            let mut values = vec![0f32; out.len()];
+            self.decode(&sources, start + i * task, &mut values);
+            T::round(&values, out);
+        });
+        Ok(())
+    }
+
+    fn decode(&self, sources: &[&[u8]], start: usize, mut out: &mut [f32]) {
+        let mut at = start;
+        let mut scratch = Vec::new();
+        while !out.is_empty() {
+            let (row, column) = (at / self.columns, at % self.columns);
+            let count = (self.columns - column).min(out.len());
+            let (part, rest) = out.split_at_mut(count);
+            let source = row / self.rows;
+            let kind = self.sources[source].kind;
+            let line = row_bytes(kind, sources[source], self.source_row(row % self.rows), self.columns);
+            decode_part(kind, line, column..column + count, part, &mut scratch);
+            if self.added != 0.0 {
+                part.iter_mut().for_each(|value| *value -= self.added);
+            }
+            (at, out) = (at + count, rest);
+        }
+    }
+}
+
+fn row_bytes(kind: BlockType, bytes: &[u8], row: usize, columns: usize) -> &[u8] {
+    let size = columns / kind.elements() * kind.bytes();
+    &bytes[row * size..][..size]
+}
+
+/// Decodes some columns of a row.
+fn decode_part(kind: BlockType, row: &[u8], columns: Range<usize>, out: &mut [f32], scratch: &mut Vec<f32>) {
+    let n = kind.elements();
+    let blocks = columns.start / n..columns.end.div_ceil(n);
+    let bytes = &row[blocks.start * kind.bytes()..blocks.end * kind.bytes()];
+    if blocks.len() * n == out.len() {
+        return kind.dequantize(bytes, out);
+    }
+    scratch.resize(blocks.len() * n, 0.0);
+    kind.dequantize(bytes, scratch);
+    out.copy_from_slice(&scratch[columns.start - blocks.start * n..][..columns.len()]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The reverse of `permute` of conversion/llama.py, on 16 rows with 2 heads.
+    #[test]
+    fn interleaved_halves_are_put_apart() {
+        let place = ShardRange { shard: 0, range: 0..0 };
+        let parts = BlockParts {
+            sources: vec![BlockSource { kind: BlockType::F32, place }],
+            columns: 1,
+            rows: 16,
+            interleaved_heads: Some(2),
+            added: 1.0,
+        };
+        let stored = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15];
+        let bytes: Vec<u8> = stored.iter().flat_map(|row| (*row as f32 + 1.0).to_le_bytes()).collect();
+        let mut values = [0f32; 15];
+        parts.read(1, &mut values, |_| Ok(&bytes)).expect("in memory");
+        assert!(values.iter().zip(1..).all(|(value, row)| *value == row as f32), "{values:?}");
+    }
+
+    /// The identities of models contain this text.
+    #[test]
+    fn the_fingerprint_stays() {
+        let source = |kind| BlockSource { kind, place: ShardRange { shard: 0, range: 0..0 } };
+        let sources = vec![source(BlockType::Q4K), source(BlockType::Q6K)];
+        let parts = BlockParts { sources, columns: 256, rows: 1, interleaved_heads: Some(4), added: 1.0 };
+        assert_eq!(parts.fingerprint(), "gguf q4_K+q6_K Some(4) 1");
+    }
+}

@@ -1,0 +1,143 @@
+//! The list of a model's parameters in GGUF files, and the opening of these files by it.
+//!
+//! The list is a file beside the config.json that was made from the GGUF metadata. For each
+//! parameter it names the tensors that hold its rows and the change of its values. So this module
+//! needs no knowledge of families.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::blocks::{BlockParts, BlockSource};
+use super::file::GgufFile;
+use crate::error::input_file;
+use crate::error::{Error, Result};
+use crate::quant::BlockType;
+use crate::units;
+use crate::weights::stored_parts::StoredParts;
+use crate::weights::tensor_info::ShardRange;
+use crate::weights::{ModelFiles, StoredDtype, TensorInfo};
+
+/// The name of the list in the folder of a model.
+pub const GGUF_INDEX: &str = "model.gguf.index.json";
+
+/// A parameter of the model in GGUF files.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct GgufParameter {
+    /// The tensors that hold its rows, in equal shares.
+    pub(crate) tensors: Vec<String>,
+    /// The expert, if a tensor holds those of all experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) expert: Option<usize>,
+    /// Its shape in the model.
+    pub(crate) shape: Vec<usize>,
+    /// The number of heads whose halves are interleaved in the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) interleaved_heads: Option<usize>,
+    /// The number that the file has added to each value.
+    #[serde(default)]
+    pub(crate) added: f32,
+}
+
+/// The contents of the list.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct GgufIndex {
+    /// The GGUF file.
+    pub(crate) file: PathBuf,
+    /// The parameters by name.
+    pub(crate) parameters: BTreeMap<String, GgufParameter>,
+}
+
+/// A parameter in the form of [`ModelFiles`].
+struct Placed {
+    info: TensorInfo,
+    parts: Option<BlockParts>,
+}
+
+/// Opens the GGUF model whose list is in `folder`.
+///
+/// # Errors
+/// User: the list or a file is missing or malformed, or a tensor of the list is not in the files or
+/// has another shape.
+pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
+    let path = folder.join(GGUF_INDEX);
+    let text = input_file::read("read", &path)?;
+    let index: GgufIndex = serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
+    let file = GgufFile::open(&index.file)?;
+    let (mut tensors, mut all_parts) = (BTreeMap::new(), BTreeMap::new());
+    let mut dequantized: BTreeMap<&str, usize> = BTreeMap::new();
+    for (name, parameter) in &index.parameters {
+        let Placed { info, parts } =
+            placed(&file, parameter).map_err(|cause| file.refused(format!("tensor `{name}`: {cause}")))?;
+        tensors.insert(name.clone(), info);
+        let Some(parts) = parts else { continue };
+        if parts.sources.iter().any(|source| source.kind.is_quantized()) {
+            *dequantized.entry(parts.name()).or_default() += 1;
+        }
+        all_parts.insert(name.clone(), StoredParts::Blocks(parts));
+    }
+    let notes = dequantized.into_iter().map(|(kind, count)| {
+        let count = units::exact(count, "weight");
+        format!("finetune dequantizes {count} stored as {kind} while it reads the model")
+    });
+    let notes = notes.collect();
+    Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts, notes))
+}
+
+/// Finds the values of a parameter.
+fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
+    let GgufParameter { tensors, expert, shape, interleaved_heads, added } = parameter;
+    let columns = shape.last().copied().unwrap_or(1);
+    let elements: usize = shape.iter().product();
+    let share = elements / tensors.len().max(1);
+    let mut sources = Vec::new();
+    for name in tensors {
+        let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
+        let stored: usize = tensor.shape.iter().product();
+        let experts = if expert.is_some() { tensor.shape[0] } else { 1 };
+        let row = tensor.shape.last().copied().unwrap_or(1);
+        let one = expert.unwrap_or(0);
+        if row != columns || stored != share * experts || one >= experts {
+            let what = if expert.is_some() { " for each expert" } else { "" };
+            return Err(format!(
+                "`{name}` has shape {:?}; accepted: {share} elements{what} in rows of {columns}",
+                tensor.shape
+            ));
+        }
+        let bytes = tensor.range.len() / experts;
+        let start = tensor.range.start + one * bytes;
+        sources.push(BlockSource {
+            kind: tensor.kind,
+            place: ShardRange { shard, range: start..start + bytes },
+        });
+    }
+    let first = sources.first().ok_or("the list names no tensor of it")?;
+    let dtype = match first.kind {
+        BlockType::F32 => StoredDtype::F32,
+        BlockType::F16 => StoredDtype::F16,
+        // The type before quantization is unknown.
+        _ => StoredDtype::BF16,
+    };
+    let ShardRange { shard, range } = first.place.clone();
+    let info = TensorInfo {
+        dtype,
+        shape: shape.clone(),
+        file: Arc::clone(&file.shards[shard].path),
+        range,
+        shard,
+        stack: None,
+    };
+    let is_plain = sources.len() == 1 && !first.kind.is_quantized() && *added == 0.0;
+    if is_plain && interleaved_heads.is_none() {
+        return Ok(Placed { info, parts: None });
+    }
+    let rows = share / columns.max(1);
+    if let Some(heads) = interleaved_heads.filter(|heads| *heads == 0 || !rows.is_multiple_of(2 * heads)) {
+        return Err(format!("its {rows} rows are no pairs of {heads} heads"));
+    }
+    let parts = BlockParts { sources, columns, rows, interleaved_heads: *interleaved_heads, added: *added };
+    Ok(Placed { info, parts: Some(parts) })
+}

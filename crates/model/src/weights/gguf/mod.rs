@@ -1,0 +1,17 @@
+//! GGUF files as the weights of a model.
+//!
+//! `header` parses the container, `file` opens a model of one or several files. `index` lists the
+//! parameters under their Hugging Face names, and `blocks` decodes their values while they are
+//! read. `export::gguf` makes the list and config.json from the metadata.
+
+mod blocks;
+mod file;
+mod header;
+mod index;
+
+pub(super) use blocks::BlockParts;
+pub(crate) use file::GgufFile;
+pub(crate) use header::{GgufTensor, GgufValue};
+pub use index::GGUF_INDEX;
+pub(super) use index::open;
+pub(crate) use index::{GgufIndex, GgufParameter};
