@@ -97,6 +97,9 @@ fn of_adapter(folder: &Path) -> Result<String> {
     for target in adapter.targets() {
         let _ = writeln!(text, "  {}  r {}  scale {}", target.name, target.r, target.scale);
     }
+    for lora in adapter.parameters() {
+        let _ = writeln!(text, "  {}  r {}  scale {}, of each expert", lora.name, lora.r, lora.scale);
+    }
     for saved in adapter.saved() {
         let _ = writeln!(text, "  {saved}  saved whole");
     }

@@ -84,6 +84,7 @@ impl AdapterSetup {
             base_model_name_or_path: Some(base.to_owned()),
             revision: None,
             spec,
+            target_parameters: Vec::new(),
             lora_dropout: recipe.lora_dropout,
             inference_mode: true,
             // PiSSA and LoftQ write an ordinary adapter.
@@ -107,9 +108,8 @@ impl AdapterSetup {
     /// # Errors
     /// It cannot be read, or belongs to another model.
     pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
-        let adapter = SavedAdapter::read(folder)?;
         let modules = model::modules(model);
-        adapter.check_fits(&modules)?;
+        let adapter = SavedAdapter::read(folder)?.fitted(&modules)?;
         refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
         let mut rows = adapter.rows().clone();
         // PEFT saves the embedding's rows under the name of a head that is tied to it too.

@@ -102,6 +102,24 @@ fn runs_equal_those_on_the_plain_folder() {
     place.said(&["generate", "--model", "again.gguf", "--prompt", "Hello", "--max-new-tokens", "2"]);
 }
 
+/// llama.cpp's converter writes the tensors of longrope without a key for the kind.
+#[test]
+fn longrope_needs_no_key() {
+    let place = Place::new();
+    let model = golden("families/models/tiny-phi4-mini");
+    let model = model.to_str().unwrap();
+    place.said(&["export", "--model", model, "--format", "gguf", "--output", "named.gguf"]);
+    let key = b"phi3.rope.scaling.type";
+    let mut bytes = std::fs::read(place.path("named.gguf")).unwrap();
+    let at = bytes.windows(key.len()).position(|found| found == key).unwrap();
+    bytes[at..at + key.len()].copy_from_slice(b"general.source.license");
+    std::fs::write(place.path("unnamed.gguf"), bytes).unwrap();
+    let [named, unnamed] = ["named.gguf", "unnamed.gguf"].map(|model| {
+        place.said(&["generate", "--model", model, "--prompt", "Hello", "--max-new-tokens", "8"])
+    });
+    assert_eq!(named, unnamed);
+}
+
 /// A folder with one GGUF file is that file; a run on it resumes.
 #[test]
 fn a_folder_with_one_file_is_a_model() {

@@ -57,6 +57,7 @@ fn lora(names: &[&str]) -> AdapterConfig {
             lora_alpha: 4.0,
             ..Default::default()
         },
+        target_parameters: Vec::new(),
         lora_dropout: 0.0,
         inference_mode: true,
         init_lora_weights: Default::default(),

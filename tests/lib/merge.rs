@@ -35,7 +35,7 @@ fn merge(model: &Path, adapter: &Path, output: &Path, base: BaseValues) -> Resul
 
 /// Returns the difference between a merged golden run and its final logits.
 fn merged_distance(run: &str, model: &str, base: BaseValues) -> (MergeReport, f32) {
-    let (dir, run) = (temp(), golden("train").join(run));
+    let (dir, run) = (temp(), golden(run));
     let output = dir.path().join("merged");
     let report = merge(&golden(model), &run.join("adapter_final"), &output, base).expect("merges");
     (report, distance(&run.join("final_logits.safetensors"), &output))
@@ -55,9 +55,22 @@ fn every_kind_computes_what_peft_computes() {
         ("lora_tokens", "tiny-qwen2", 3, false),
         ("lora_tokens_untied", "tiny-llama", 4, false),
     ] {
-        let (report, distance) = merged_distance(run, &format!("models/{model}"), BaseValues::AsStored);
+        let (report, distance) =
+            merged_distance(&format!("train/{run}"), &format!("models/{model}"), BaseValues::AsStored);
         assert!(distance < LIMIT, "{run}: {distance}");
         assert_eq!((report.merged, report.replaced, report.untied), (changed, 0, untied), "{run}");
+    }
+}
+
+/// LoRA on the tensors of all experts of a layer (`target_parameters`).
+#[test]
+fn adapters_of_all_experts_compute_what_peft_computes() {
+    for (family, changed) in [("qwen3-moe", 60), ("mixtral", 32), ("deepseek-v3", 63)] {
+        let [run, model] = [format!("train/lora_experts_{family}"), format!("models/tiny-{family}")]
+            .map(|path| format!("families/{path}"));
+        let (report, distance) = merged_distance(&run, &model, BaseValues::AsStored);
+        assert!(distance < LIMIT, "{run}: {distance}");
+        assert_eq!(report.merged, changed, "{run}");
     }
 }
 
@@ -68,11 +81,12 @@ fn an_adapter_of_a_quantized_base_merges_onto_it() {
         for (model, base) in
             [("models/tiny-llama", quantized), ("quant/tiny-llama-bnb-nf4", BaseValues::AsStored)]
         {
-            let (report, distance) = merged_distance(run, model, base);
+            let (report, distance) = merged_distance(&format!("train/{run}"), model, base);
             assert!(distance < LIMIT, "{run} onto {model}: {distance}");
             assert_eq!((report.merged, report.replaced), (14, 0));
         }
-        let (_, distance) = merged_distance(run, "models/tiny-llama", BaseValues::AsStored);
+        let (_, distance) =
+            merged_distance(&format!("train/{run}"), "models/tiny-llama", BaseValues::AsStored);
         assert!(distance > 100.0 * LIMIT, "{run}: the base makes a difference, {distance}");
     }
 }

@@ -275,8 +275,8 @@ fn every_parameter_gets_a_gradient() -> Result<()> {
     Ok(())
 }
 
-/// bf16 weights and activations stay near the f32 model: at most twice as far as transformers' own
-/// bf16 run.
+/// bf16 weights and activations stay near the f32 model: logits at most twice as far as those of
+/// transformers' own bf16 run, the loss within 0.01 or three times as far as its loss.
 #[test]
 fn bf16_is_close() -> Result<()> {
     for name in &models() {
@@ -288,7 +288,11 @@ fn bf16_is_close() -> Result<()> {
             engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?.loss.read()?
                 / batch.valid() as f64;
         let exact = golden.info["loss_f64"].as_f64().unwrap();
-        assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
+        let theirs = golden.info["loss_bf16"].as_f64().unwrap();
+        assert!(
+            (loss - exact).abs() < (3.0 * (theirs - exact).abs()).max(0.01),
+            "{name}: bf16 loss {loss}, transformers' {theirs}, exactly {exact}"
+        );
         let logits = flat(&engine.logits(&batch, AdapterSwitch::On)?);
         let wanted = floats(&golden.files, "logits");
         let len = golden.sequences[0].len() * engine.config.vocab_size;

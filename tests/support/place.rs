@@ -27,7 +27,8 @@ impl Place {
 
     pub(crate) fn with_model(name: &str) -> Self {
         let place = Place(tempfile::tempdir().unwrap());
-        copy_folder(&golden("models").join(name), &place.path("model"));
+        let sets = ["models", "families/models"].map(|set| golden(set).join(name));
+        copy_folder(sets.iter().find(|model| model.exists()).unwrap(), &place.path("model"));
         std::fs::copy(golden("data/sft_messages.jsonl"), place.path("rows.jsonl")).unwrap();
         place
     }

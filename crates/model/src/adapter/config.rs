@@ -13,9 +13,11 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::{ModulePattern, NamePattern, TargetSpec};
+use super::targets::{EXPERTS, PARAMETERS, ends_with_name};
+use super::{ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::input_file;
 use crate::error::{Error, ErrorContext as _, Result};
+use crate::model::Module;
 
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";
@@ -43,6 +45,8 @@ pub struct AdapterConfig {
     pub revision: Option<String>,
     /// Modules, ranks and scales.
     pub spec: TargetSpec,
+    /// Tensors of all experts of a layer that have LoRA.
+    pub target_parameters: Vec<String>,
     /// The dropout probability of inputs of A in training.
     pub lora_dropout: f64,
     /// True if PEFT loads it frozen.
@@ -78,11 +82,10 @@ const WITHOUT_EFFECT: [&str; 11] = [
 ];
 
 /// Keys of peft 0.21 that request an unsupported computation, unless they have their default.
-const UNSUPPORTED: [&str; 11] = [
+const UNSUPPORTED: [&str; 10] = [
     "bias",
     "lora_bias",
     "layer_replication",
-    "target_parameters",
     "megatron_config",
     "alora_invocation_tokens",
     "use_qalora",
@@ -140,11 +143,13 @@ impl AdapterConfig {
                 return Err(Error::user(format!("`{key}` is {found}; accepted: {accepted}")));
             }
         }
+        let target_parameters = keys.parameters()?;
         let target_modules = match keys.names("target_modules")? {
             Some(NamePattern::Regex(all)) if all.eq_ignore_ascii_case("all-linear") => {
                 ModulePattern::AllLinear
             }
             Some(names) => ModulePattern::Named(names),
+            None if !target_parameters.is_empty() => ModulePattern::Named(NamePattern::NONE),
             None => return Err(Error::user("`target_modules` is missing")),
         };
         let spec = TargetSpec {
@@ -168,6 +173,7 @@ impl AdapterConfig {
             base_model_name_or_path: keys.take("base_model_name_or_path", "a text")?,
             revision: keys.take("revision", "a text")?,
             spec,
+            target_parameters,
             lora_dropout: keys.take("lora_dropout", "a number")?.unwrap_or(0.0),
             inference_mode: keys.take("inference_mode", "true or false")?.unwrap_or(false),
             init_lora_weights: init(&mut keys)?,
@@ -188,6 +194,25 @@ impl AdapterConfig {
         let Ok((_, unread)) = Self::parse(&text) else { return Vec::new() };
         let unknown = unread.iter().filter(|(key, value)| !passes(key, value));
         unknown.map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
+    }
+
+    /// Names the modules of experts instead of the tensors of all experts, with the ranks and
+    /// scales of `targets`.
+    pub(super) fn name_experts(&mut self, targets: &[Target], modules: &[Module]) {
+        self.target_parameters.clear();
+        let spec = &mut self.spec;
+        spec.target_modules = ModulePattern::Named(NamePattern::List(super::target_names(targets, modules)));
+        for target in targets {
+            let Some((_, after)) = target.name.split_once(EXPERTS) else { continue };
+            let leaf = after.rsplit('.').next().unwrap_or(after);
+            let key = format!("experts\\.\\d+\\.{leaf}");
+            if target.r != spec.r && !spec.rank_pattern.iter().any(|(known, _)| *known == key) {
+                spec.rank_pattern.insert(0, (key.clone(), target.r));
+            }
+            if target.alpha != spec.lora_alpha && !spec.alpha_pattern.iter().any(|(known, _)| *known == key) {
+                spec.alpha_pattern.insert(0, (key, target.alpha));
+            }
+        }
     }
 
     /// Returns the text of adapter_config.json: deterministic, with `target_modules` sorted.
@@ -227,6 +252,7 @@ impl AdapterConfig {
         newer("rank_pattern", spec.rank_pattern.iter().map(|(key, r)| (key.clone(), json!(r))).collect());
         newer("alpha_pattern", spec.alpha_pattern.iter().map(|(key, a)| (key.clone(), number(*a))).collect());
         newer("exclude_modules", names_value(&spec.exclude_modules));
+        newer("target_parameters", json!(self.target_parameters));
         newer("use_rslora", json!(spec.use_rslora));
         newer("use_dora", json!(spec.use_dora));
         newer("trainable_token_indices", tokens_value(&spec.trainable_token_indices));
@@ -338,6 +364,20 @@ impl ConfigKeys {
         }
     }
 
+    /// Returns `target_parameters`, which may name the tensors of experts alone.
+    fn parameters(&mut self) -> Result<Vec<String>> {
+        let key = "target_parameters";
+        let names: Vec<String> = self.take(key, "a list of names")?.unwrap_or_default();
+        let is_known = |name: &String| PARAMETERS.iter().any(|known| ends_with_name(name, known));
+        match names.iter().find(|name| !is_known(name)) {
+            Some(name) => {
+                let accepted = PARAMETERS.map(|known| format!("`{known}`")).join(" or ");
+                Err(Error::user(format!("`{key}` has `{name}`; accepted: {accepted} of experts")))
+            }
+            None => Ok(names),
+        }
+    }
+
     fn tokens(&mut self) -> Result<BTreeMap<String, Vec<u32>>> {
         let key = "trainable_token_indices";
         let accepted = "a list of token ids, or an object from module names to such lists";
@@ -381,7 +421,7 @@ mod tests {
             r#","r":4,"lora_alpha":2.5,"lora_dropout":0.1,"use_rslora":true,"exclude_modules":".*o_proj","#,
             r#""rank_pattern":{"z":2,"a":3},"alpha_pattern":{"q_proj":32},"modules_to_save":["lm_head"],"#,
             r#""layers_to_transform":3,"layers_pattern":"layers","init_lora_weights":"gaussian","#,
-            r#""base_model_name_or_path":"b","revision":"main","inference_mode":true,"ensure_weight_tying":true"#
+            r#""base_model_name_or_path":"b","revision":"main","inference_mode":true,"ensure_weight_tying":true,"target_parameters":["mlp.experts.down_proj"]"#
         ))
         .expect("valid");
         assert_eq!(config.spec.layers_to_transform, Some(vec![3]));
@@ -483,7 +523,7 @@ mod tests {
         `bias` is "all", which is not supported; accepted: no such key, or its default
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
-        `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
+        `target_parameters` has `experts.w`; accepted: `gate_up_proj` or `down_proj` of experts
         `trainable_token_indices` is [-1]; accepted: a list of token ids, or an object from module names to such lists
         `trainable_token_indices` is {"embed_tokens":5}; accepted: a list of token ids, or an object from module names to such lists
         `use_qalora` is true, which is not supported; accepted: no such key, or its default

@@ -1,13 +1,16 @@
 //! adapter_model.safetensors: an adapter on disk.
 //!
 //! Reading checks the file against the configuration (each module has all its tensors, in the
-//! shapes of its rank) and keeps it mapped. [`SavedAdapter::check_fits`] then compares it with a
+//! shapes of its rank) and keeps it mapped. [`SavedAdapter::fitted`] then compares it with a
 //! model. `tensors` defines the names.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::expert_parameters::{
+    ExpertLora, ExpertModules, ExpertPart, ParameterLora, WrappedExperts, add_wrapped, parameter_loras,
+};
 use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
 use super::tensors::{PREFIX, WEIGHTS_FILE, file_name, split_name, without_adapter};
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
@@ -44,6 +47,10 @@ pub struct SavedAdapter {
     targets: Vec<Target>,
     saved: BTreeSet<String>,
     rows: BTreeMap<String, Vec<u32>>,
+    /// LoRA on the tensors of all experts of a layer, until a model gives the experts' names.
+    parameters: Vec<ParameterLora>,
+    /// The parts of these tensors, by module.
+    parts: BTreeMap<String, [(TensorKind, ExpertPart); 2]>,
 }
 
 /// The names in the file of each module's tensors.
@@ -66,7 +73,8 @@ impl SavedAdapter {
         }
         let files = ModelFiles::open_file(&path)?;
         let rules = NameRules::new(files.names());
-        let names = index(&files, &rules).map_err(failed)?;
+        let mut wrapped = WrappedExperts::new();
+        let names = index(&files, &rules, &mut wrapped).map_err(failed)?;
         // PEFT writes the names of the wrapped model. A key that ends a module's name, or is no
         // name, stays.
         let found = |key: &str| names.keys().any(|module| targets::ends_with_name(module, key));
@@ -81,7 +89,9 @@ impl SavedAdapter {
         let targets = targets::targets_of(&config.spec, adapted)?;
         let saved = names.iter().filter(|(_, kinds)| kinds.keys().any(|kind| kind.is_saved()));
         let saved: BTreeSet<String> = saved.map(|(module, _)| module.clone()).collect();
-        let mut adapter = Self { config, files, names, targets, saved, rows: BTreeMap::new() };
+        let parameters = parameter_loras(&wrapped, &config, &files).map_err(failed)?;
+        let (rows, parts) = (BTreeMap::new(), BTreeMap::new());
+        let mut adapter = Self { config, files, names, targets, saved, rows, parameters, parts };
         for target in &adapter.targets {
             adapter.check_target(target).map_err(failed)?;
         }
@@ -153,9 +163,21 @@ impl SavedAdapter {
         }
     }
 
+    /// Returns the tensors of all experts of a layer that have LoRA, until
+    /// [`SavedAdapter::fitted`] gives it to the experts.
+    pub fn parameters(&self) -> impl ExactSizeIterator<Item = &Target> {
+        self.parameters.iter().map(|lora| &lora.target)
+    }
+
     /// Returns the header entry of a tensor.
     pub fn info(&self, module: &str, kind: TensorKind) -> Option<&TensorInfo> {
-        self.files.info(&self.name(module, kind))
+        self.part(module, kind)
+            .map_or_else(|| self.files.info(&self.name(module, kind)), |part| Some(&part.info))
+    }
+
+    /// Returns the part of a tensor of all experts that is this tensor.
+    fn part(&self, module: &str, kind: TensorKind) -> Option<&ExpertPart> {
+        self.parts.get(module)?.iter().find(|(of, _)| *of == kind).map(|(_, part)| part)
     }
 
     /// Returns the tensor's name in this file, or this program's name for it if it is missing.
@@ -171,6 +193,9 @@ impl SavedAdapter {
     /// # Errors
     /// User: the tensor is missing, or holds NaN or infinity. Internal: `out` has another length.
     pub fn read_into<T: StoredElement>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
+        if self.part(module, kind).is_some() {
+            return self.read_part(module, kind, 0, out);
+        }
         let name = self.name(module, kind);
         self.files.read_into(&name, out)?;
         self.check_finite(&name, out)
@@ -187,9 +212,19 @@ impl SavedAdapter {
         start: usize,
         out: &mut [T],
     ) -> Result<()> {
-        let name = self.name(module, kind);
-        self.files.read_part(&name, start, out)?;
-        self.check_finite(&name, out)
+        let Some(part) = self.part(module, kind) else {
+            let name = self.name(module, kind);
+            self.files.read_part(&name, start, out)?;
+            return self.check_finite(&name, out);
+        };
+        let mut done = 0;
+        while done < out.len() {
+            let (place, run) = part.place(start + done);
+            let end = out.len().min(done + run);
+            self.files.read_part(&part.name, place, &mut out[done..end])?;
+            done = end;
+        }
+        self.check_finite(&part.name, out)
     }
 
     fn check_finite<T: StoredElement>(&self, name: &str, values: &[T]) -> Result<()> {
@@ -209,6 +244,34 @@ impl SavedAdapter {
         self.files.bytes(&self.name(module, kind))
     }
 
+    /// Gives LoRA on tensors of all experts to the experts of a model, and checks that each tensor
+    /// fits a module of it.
+    ///
+    /// # Errors
+    /// User: the adapter was made for another model.
+    pub fn fitted(mut self, modules: &[Module]) -> Result<Self> {
+        if !self.parameters.is_empty() {
+            let experts = ExpertModules::of(modules);
+            for lora in std::mem::take(&mut self.parameters) {
+                for ExpertLora { target, parts } in experts.expanded(&lora).map_err(|why| self.misfit(why))? {
+                    self.parts.insert(target.name.clone(), parts);
+                    self.targets.push(target);
+                }
+            }
+            self.targets.sort_by(|a, b| a.name.cmp(&b.name));
+            self.config.name_experts(&self.targets, modules);
+        }
+        self.check_fits(modules)?;
+        Ok(self)
+    }
+
+    fn misfit(&self, cause: String) -> Error {
+        let base = self.config.base_model_name_or_path.as_deref().unwrap_or("the adapter does not name it");
+        Error::user(format!("cannot use adapter {} with this model", self.files.folder().display()))
+            .because(cause)
+            .hint(format!("give the model it was trained on as `--model`: {base}"))
+    }
+
     /// Checks that each tensor fits a module of the model.
     ///
     /// # Errors
@@ -216,12 +279,18 @@ impl SavedAdapter {
     pub fn check_fits(&self, modules: &[Module]) -> Result<()> {
         let by_name: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
-        let base = self.config.base_model_name_or_path.as_deref().unwrap_or("the adapter does not name it");
-        let other = |cause: String| {
-            Error::user(format!("cannot use adapter {} with this model", self.files.folder().display()))
-                .because(cause)
-                .hint(format!("give the model it was trained on as `--model`: {base}"))
-        };
+        let other = |cause: String| self.misfit(cause);
+        for (module, parts) in &self.parts {
+            let module = by_name.get(module.as_str()).copied();
+            let misfit =
+                parts.iter().find(|(kind, part)| !module.is_some_and(|m| fits(*kind, m, &part.info.shape)));
+            if let (Some((_, part)), Some(module)) = (misfit, module) {
+                return Err(other(format!(
+                    "`{}` has {:?} for `{}`, the weight of which has {:?}",
+                    part.name, part.info.shape, module.name, module.shape
+                )));
+            }
+        }
         for (module, kinds) in &self.names {
             let Some(found) = by_name.get(module.as_str()) else {
                 return Err(other(format!("it has tensors for `{module}`, which the model does not have")));
@@ -347,7 +416,7 @@ impl SavedAdapter {
 }
 
 /// Sorts each tensor by its module and kind.
-fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
+fn index(files: &ModelFiles, rules: &NameRules, wrapped: &mut WrappedExperts) -> Result<TensorNames, String> {
     let mut names = TensorNames::new();
     let all: BTreeMap<&str, String> = files.names().map(|name| (name, without_adapter(name))).collect();
     let known: BTreeSet<&str> = all.values().map(String::as_str).collect();
@@ -358,6 +427,9 @@ fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
             table.is_some_and(|table| others.iter().any(|other| known.contains(&*format!("{table}{other}"))))
         });
         if is_copy {
+            continue;
+        }
+        if add_wrapped(wrapped, name, rules) {
             continue;
         }
         let Some((module, kind)) = split_name(name, rules) else {
@@ -372,7 +444,11 @@ fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
             return Err(format!("{WEIGHTS_FILE} has both `{twin}` and `{name}`, which mean the same tensor"));
         }
     }
-    if names.is_empty() { Err(format!("{WEIGHTS_FILE} holds no tensor")) } else { Ok(names) }
+    if names.is_empty() && wrapped.is_empty() {
+        Err(format!("{WEIGHTS_FILE} holds no tensor"))
+    } else {
+        Ok(names)
+    }
 }
 
 /// Returns the kind of a module with these tensors, if it has LoRA.

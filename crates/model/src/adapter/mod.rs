@@ -11,6 +11,7 @@
 //! answers.
 
 mod config;
+mod expert_parameters;
 mod files;
 mod folder;
 mod merge;

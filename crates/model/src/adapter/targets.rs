@@ -23,6 +23,12 @@ const MOST_PATTERNS: usize = 4096;
 /// The largest size of a compiled pattern, in bytes; names need some hundred kilobytes at most.
 const MOST_PATTERN_BYTES: usize = 1 << 20;
 
+/// The part of the name of an expert's module before the expert's number.
+pub(super) const EXPERTS: &str = ".experts.";
+
+/// The tensors of all experts of a layer that can have LoRA, in the order in which PEFT wraps them.
+pub(super) const PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
+
 /// Module names in PEFT's form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NamePattern {
@@ -272,22 +278,27 @@ pub(super) fn check_vocabulary(ids: &[u32], table: &Module) -> Result<(), String
     }
 }
 
-/// Returns the shortest `target_modules` list that selects exactly `targets`, sorted: last words of
-/// names if all modules with that ending are targets, otherwise whole names. A resolved
-/// `all-linear`, exclude_modules or layers_to_transform is written this way, so that every PEFT
-/// reads it.
+/// Returns a short `target_modules` list that selects exactly `targets`, sorted: last words of
+/// names if all modules with that ending are targets, of experts otherwise `experts.3.up_proj` by
+/// the same rule, otherwise whole names. A resolved `all-linear`, exclude_modules or
+/// layers_to_transform is written this way, so that every PEFT reads it.
 pub fn target_names(targets: &[Target], modules: &[Module]) -> Vec<String> {
     let chosen: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
     let others = modules.iter().filter(|module| !chosen.contains(module.name.as_str()));
-    let ends_of_others: HashSet<&str> = others.map(|module| leaf(&module.name)).collect();
-    let names: BTreeSet<&str> = targets
-        .iter()
-        .map(|target| {
-            let last = leaf(&target.name);
-            if ends_of_others.contains(last) { target.name.as_str() } else { last }
-        })
-        .collect();
-    names.into_iter().map(String::from).collect()
+    let ends_of_others: HashSet<&str> = others.flat_map(|module| ends(&module.name)).collect();
+    let short = |target: &'_ Target| -> String {
+        let end = ends(&target.name).into_iter().find(|end| !ends_of_others.contains(end));
+        end.unwrap_or(&target.name).to_owned()
+    };
+    let names: BTreeSet<String> = targets.iter().map(short).collect();
+    names.into_iter().collect()
+}
+
+/// Returns the ends of a module's name that may stand for it: the last word, and of an expert its
+/// number too.
+fn ends(name: &str) -> Vec<&str> {
+    let expert = name.find(EXPERTS).map(|at| &name[at + 1..]);
+    std::iter::once(leaf(name)).chain(expert).collect()
 }
 
 fn leaf(name: &str) -> &str {

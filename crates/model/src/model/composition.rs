@@ -281,6 +281,9 @@ pub struct Experts {
     pub router: Router,
     /// True if the choice adds a stored bias to each expert's score.
     pub has_bias: bool,
+    /// True if the router's logits are f32 whatever the activations' dtype. They decide a choice,
+    /// so that their rounding to bf16 would send some tokens to other experts.
+    pub has_f32_logits: bool,
     /// The inner width of each expert.
     pub width: usize,
     /// The activation of the gates.

@@ -62,7 +62,7 @@ impl ModelConfig {
         };
         let experts: Vec<String> = self.experts().map(of_experts).collect();
         let token_mixers: Vec<String> =
-            self.blocks.iter().map(|block| token_mixer_text(&block.token_mixer)).collect();
+            self.blocks.iter().map(|block| self.token_mixer_text(&block.token_mixer)).collect();
         let factors = [
             ("token mixers", token_mixers.iter().any(|text| text != ATTENTION), runs(&token_mixers)),
             (
@@ -81,28 +81,27 @@ impl ModelConfig {
         let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));
         said.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()
     }
+
+    fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
+        match mixer {
+            TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
+            TokenMixer::Attention(_) => ATTENTION.to_owned(),
+            TokenMixer::Latent(LatentMixer { attention, plain, rotated, norm, .. }) => {
+                let in_pairs = self.ropes.get(attention.rope).is_some_and(|rope| rope.interleaved);
+                let how = if in_pairs { "in pairs" } else { "in halves" };
+                let width = plain + rotated;
+                format!("latent attention, {rotated} of {width} columns rotate {how}, epsilon {:?}", norm.eps)
+            }
+            TokenMixer::GatedDelta(delta) => {
+                let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
+                format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")
+            }
+        }
+    }
 }
 
 /// The text of attention without gates.
 const ATTENTION: &str = "attention";
-
-fn token_mixer_text(mixer: &TokenMixer) -> String {
-    match mixer {
-        TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
-        TokenMixer::Attention(_) => ATTENTION.to_owned(),
-        TokenMixer::Latent(LatentMixer { plain, rotated, norm, .. }) => {
-            format!(
-                "latent attention, {rotated} of {} columns rotate, epsilon {:?}",
-                plain + rotated,
-                norm.eps
-            )
-        }
-        TokenMixer::GatedDelta(delta) => {
-            let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
-            format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")
-        }
-    }
-}
 
 /// Joins the values of all layers, with equal neighbours as one entry.
 fn runs(values: &[String]) -> String {

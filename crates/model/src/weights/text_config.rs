@@ -38,10 +38,11 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 7] = [
+const VISION_MODELS: [VisionModel; 8] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
     vision("mistral3", "ministral3", "ministral3", "Ministral3ForCausalLM"),
+    vision("mistral3", "mistral4", "mistral4", "Mistral4ForCausalLM"),
     VisionModel {
         tied: false,
         text_ties: true,
@@ -168,9 +169,12 @@ mod tests {
         assert_eq!(qwen["rope_scaling"], json!({"type": "default"}));
         assert_eq!((&qwen["model_type"], &qwen["rope_theta"]), (&json!("qwen2"), &json!(1e6)));
         assert!(qwen.get("vision_config").is_none());
-        for (named, same) in
-            [(None, "mistral"), (Some("mistral"), "mistral"), (Some("ministral3"), "ministral3")]
-        {
+        for (named, same) in [
+            (None, "mistral"),
+            (Some("mistral"), "mistral"),
+            (Some("ministral3"), "ministral3"),
+            (Some("mistral4"), "mistral4"),
+        ] {
             let mistral = part(&json!({"model_type": "mistral3", "text_config": {"model_type": named}}));
             assert_eq!(mistral.unwrap_or_default()["model_type"], same);
         }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{
     LOSS, Stored, assert_near, edit, json, loss_with, noise, place, refused, rename, succeed, write,
 };
-use crate::place::Place;
+use crate::place::{Place, copy_folder, golden};
 
 /// The loss of tiny-llama3 with the adapter, computed by PEFT.
 const ADAPTED: f64 = 8.302_933;
@@ -100,7 +100,7 @@ fn the_one_adapter_below_a_folder_is_read() {
     assert_near(loss_with(&place, "model", &["--adapter", "folder"]).0, ADAPTED);
     let (printed, _) = succeed(&place, &["inspect", "folder"]);
     assert!(printed.contains("PEFT adapter"), "{printed}");
-    crate::place::copy_folder(&place.path("folder/default"), &place.path("folder/second"));
+    copy_folder(&place.path("folder/default"), &place.path("folder/second"));
     let said =
         refused(&place, &["eval", "--model", "model", "--adapter", "folder", "--dataset", "rows.jsonl"]);
     insta::assert_snapshot!(said, @r"
@@ -199,4 +199,41 @@ fn target_modules_may_be_a_pattern() {
             .told(&word.stderr)
             .contains(r#"`adapter.target_modules` is "q_proj"; accepted: "all-linear", a list"#)
     );
+}
+
+/// PEFT's adapter of the tensors of all experts becomes one of each expert.
+#[test]
+fn adapters_of_all_experts_train_on() {
+    let place = place("tiny-qwen3-moe");
+    copy_folder(&golden("families/train/lora_experts_qwen3-moe/adapter_final"), &place.path("adapter"));
+    let (printed, _) = succeed(&place, &["inspect", "adapter"]);
+    let line = "model.layers.0.mlp.experts.gate_up_proj  r 8  scale 2, of each expert";
+    assert!(printed.contains(line), "{printed}");
+    let (found, _) = loss(&place);
+    let merge = ["merge", "--model", "model", "--adapter", "adapter", "--output", "merged", "--dtype", "f32"];
+    succeed(&place, &merge);
+    assert_near(super::loss(&place, "merged").0, found);
+    let train = ["--model", "model", "--dataset", "rows.jsonl", "--output", "more"];
+    let keys =
+        ["adapter.kind=lora", "adapter.path=adapter", "train.max_steps=2", "optimizer.learning_rate=1e-3"];
+    let more = keys.map(|key| ["--set", key]).concat();
+    succeed(&place, &[&train[..], &more].concat());
+    let (printed, _) = succeed(&place, &["inspect", "more"]);
+    for line in ["mlp.experts.7.up_proj  r 8  scale 2", "mlp.experts.7.down_proj  r 4  scale 2"] {
+        assert!(printed.contains(line), "{printed}");
+    }
+    let (trained, _) = loss_with(&place, "model", &["--adapter", "more"]);
+    assert!(trained < found, "{trained} {found}");
+    set(&place, "rank_pattern", json!({}));
+    let args = ["eval", "--model", "model", "--adapter", "adapter", "--dataset", "rows.jsonl"];
+    insta::assert_snapshot!(refused(&place, &args), @"
+    error: cannot use adapter [DIR]/adapter with this model
+      caused by: tensor `base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight` has shape [64, 64]; r = 4 of 8 experts makes it [32, in]
+    hint: give the model it was trained on as `--model`: tiny-qwen3-moe
+    ");
+    set(&place, "target_parameters", json!(null));
+    insta::assert_snapshot!(refused(&place, &args), @"
+    error: cannot read adapter [DIR]/adapter
+      caused by: adapter_model.safetensors has LoRA on 2 tensors of `model.layers.0.mlp.experts`, and `target_parameters` in adapter_config.json names 0; accepted: as many, of gate_up_proj and down_proj
+    ");
 }

@@ -49,6 +49,25 @@ fn the_text_part_is_the_text_model() {
     assert_eq!(loss(&place, "plain").0.to_bits(), expected.to_bits());
 }
 
+/// Mistral Small 4 is stored like Mistral Small 3, around another text model.
+#[test]
+fn mistral_small_4_is_a_text_part_too() {
+    let place = place("tiny-mistral4");
+    let (expected, _) = loss(&place, "model");
+    edit(&place.path("model/config.json"), |config| {
+        let text = config.take();
+        *config = json!({
+            "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+            "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"],
+            "vision_config": {"model_type": "pixtral", "hidden_size": 8}
+        });
+    });
+    rename(&place.path(WEIGHTS), |name| format!("language_model.{name}"));
+    let (found, warnings) = loss(&place, "model");
+    assert_eq!(found.to_bits(), expected.to_bits(), "{found} {expected}");
+    assert!(warnings.contains("`mistral3`"), "{warnings}");
+}
+
 /// Asserts that `folder` has the config.json and the tensors of `model`, and those that are not of
 /// the text model byte for byte. Returns the number of changed tensors.
 fn assert_keeps(place: &Place, model: &str, folder: &str) -> usize {

@@ -92,6 +92,8 @@ pub fn merge(
     let adapter = SavedAdapter::read(adapter)?;
     let (earlier, digest) = report::merges_before(base.folder(), &adapter)?;
     let config = sidecar_files::read_config(base.folder())?;
+    let modules = embeddings::modules(base, &Tie::new(base, &config), &adapter);
+    let adapter = adapter.fitted(&modules)?;
     let plan = MergePlan::new(base, &adapter, &config, options)?;
     let folder = AtomicDir::create(output)?;
     let mut files = plan.write(folder.path())?;
@@ -191,7 +193,6 @@ impl<'a> MergePlan<'a> {
     ) -> Result<Self> {
         let tie = Tie::new(base, config);
         let modules = embeddings::modules(base, &tie, adapter);
-        adapter.check_fits(&modules)?;
         let untied = tie.is_broken_by(adapter, &modules)?;
         let modules: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();

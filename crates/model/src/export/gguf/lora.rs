@@ -46,8 +46,7 @@ pub fn write_adapter(
     };
     refuse_more_than_lora(adapter)?;
     refuse_unknown(config)?;
-    let opened = SavedAdapter::read(adapter)?;
-    opened.check_fits(&model::modules(config))?;
+    let opened = SavedAdapter::read(adapter)?.fitted(&model::modules(config))?;
     if let Some(saved) = opened.saved().next() {
         return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));
     }

@@ -85,7 +85,7 @@ impl ExpertBalance {
 /// The tensors that backward needs.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertsSaved {
-    /// The router's logits, `[N, E]`.
+    /// The router's logits, `[N, E]`, f32 or in the activations' dtype.
     logits: Tensor,
     router: LoraSaved,
     choice: ExpertChoice,
@@ -133,14 +133,15 @@ impl ExpertsSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     pub(super) fn parts(mixer: &Experts, tokens: usize, dtype: DType) -> [(&'static str, usize); 2] {
         let rows = tokens * mixer.router.chosen;
-        let (logits, size) = (tokens * mixer.count, dtype.size_in_bytes());
+        let size = dtype.size_in_bytes();
+        let logits = tokens * mixer.count * logits_dtype(mixer, dtype).size_in_bytes();
         // Of each row: the expert, its weight, its number of copy and its place.
         let choice = 4 * rows * DType::F32.size_in_bytes();
         let [shared, factor] =
             mixer.shared.map_or([0; 2], |shared| SharedExpertSaved::bytes(&shared, tokens, dtype));
         [
             ("gate and up", rows * 2 * mixer.width * size + shared),
-            ("the router's choice", logits * size + choice + factor),
+            ("the router's choice", logits + choice + factor),
         ]
     }
 
@@ -158,6 +159,11 @@ impl ExpertsSaved {
         let shared = shared.iter().flat_map(SharedExpertSaved::tensors);
         [logits, gate_up].into_iter().chain(choice).chain(loras).chain(shared).collect()
     }
+}
+
+/// Returns the dtype of the router's logits, given that of the activations.
+fn logits_dtype(mixer: &Experts, dtype: DType) -> DType {
+    if mixer.has_f32_logits { DType::F32 } else { dtype }
 }
 
 /// Returns a copy of the row of each token for each of its experts: `[R, D]`.
@@ -207,7 +213,9 @@ impl ExpertsWeights {
     /// adapters of `down_proj` and the shared expert are still missing.
     fn gated(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<(ExpertsSaved, Tensor)> {
         let mixer = &self.mixer;
-        let (logits, router) = linear::forward(&self.router, x, None, pass.branch())?;
+        let logits = empty(x.dim(0)?, mixer.count, logits_dtype(mixer, x.dtype()), x.device())?;
+        let router = linear::forward_into(&self.router, x, &logits, Addend::Nothing, pass.branch())?;
+        let logits = logits.into_tensor();
         let choice = choose_experts(&logits, self.bias.as_ref(), mixer.router)?;
         let rows = ExpertRows::of(&choice, mixer.count)?;
         let x = copied(x, &rows)?;
@@ -251,9 +259,10 @@ impl ExpertsWeights {
         if let Some(balance) = pass.context.balance {
             balance.add(balance_experts(&saved.logits, &balance.pull, &dlogits)?);
         }
-        let (through_router, router) =
-            linear::backward_first(&self.router, &saved.router, &dlogits, source, need_dx)?;
-        let mut around = through_router;
+        let around = || empty(dout.dim(0)?, width, dout.dtype(), dout.device());
+        let around = need_dx.then(around).transpose()?;
+        let router = linear::backward_parts(&self.router, &saved.router, &dlogits, around.as_ref(), source)?;
+        let mut around = around.map(TensorMut::into_tensor);
         let mut pending_shared = None;
         if let (Some(shared), Some(saved)) = (&self.shared, &saved.shared) {
             let (through, pending) = shared.backward(pass, saved, MixerBackward { dout, need_dx })?;

@@ -169,6 +169,7 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
             factor: factor as f32,
         },
         has_bias: is_sigmoid,
+        has_f32_logits: is_sigmoid,
         width,
         activation: parts::activation(keys)?,
         aux_coefficient: 0.0,

@@ -127,6 +127,7 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
         count,
         router: Router::softmax(chosen, renormalize),
         has_bias: false,
+        has_f32_logits: false,
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
         aux_coefficient,

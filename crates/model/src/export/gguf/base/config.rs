@@ -332,6 +332,8 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
                     shown(theirs)
                 )));
             }
+            // llama.cpp's converter of Phi-3 writes the tensors of longrope alone.
+            None if own == "rope.scaling.type" && *ours == MetadataValue::Text("longrope".into()) => {}
             // A model with these keys differs from one without.
             None if own.starts_with("rope.scaling.") || own == "attention.temperature_scale" => {
                 return Err(keys.file.refused(format!("its key `{key}` is missing; expected: {ours:?}")));

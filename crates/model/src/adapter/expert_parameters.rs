@@ -1,0 +1,236 @@
+//! PEFT's LoRA on the tensors of all experts of a layer (`target_parameters`).
+//!
+//! transformers 5 has one `gate_up_proj`, `[E, 2F, D]`, and one `down_proj`, `[E, D, F]`, for a
+//! layer. PEFT wraps the module of the experts once for each: the name of `gate_up_proj` has a
+//! `base_layer` if both are wrapped. Expert e has
+//!
+//! ```text
+//! ΔW_e = scale · B_e A_e      A: [E r, in], rows e r to (e + 1) r;  B: [out, r E], columns e, E + e, ...
+//! ```
+//!
+//! (peft 0.21 `ParamWrapper`.) Such a file is read as one adapter for each module of each expert.
+//! Gate and up then have A of their own, with the same values.
+
+use std::collections::BTreeMap;
+
+use super::targets::{EXPERTS, PARAMETERS, ends_with_name, targets_of};
+use super::tensors::{PREFIX, WEIGHTS_FILE, without_adapter};
+use super::{AdapterConfig, CONFIG_FILE, Target, TensorKind};
+use crate::model::{Module, ModuleKind};
+use crate::weights::{ModelFiles, NameRules, TensorInfo};
+
+/// The end of the name of a wrapped module of experts.
+const WRAPPED: &str = ".base_layer";
+
+/// Names of the modules of one expert that a parameter holds, in the order of its rows.
+const LEAVES: [(&str, &[&[&str]]); 2] = [
+    (PARAMETERS[0], &[&["gate_proj", "up_proj"], &["w1", "w3"], &["gate_up_proj"]]),
+    (PARAMETERS[1], &[&["down_proj"], &["w2"]]),
+];
+
+/// The wrappers of each module of experts: by the module, `model.layers.0.mlp.experts`, and by
+/// whether another wrapper is around it, the names in the file of A and B.
+pub(super) type WrappedExperts = BTreeMap<String, BTreeMap<bool, BTreeMap<TensorKind, String>>>;
+
+/// Adds the tensor `name` if it is LoRA on a module of experts, and returns whether it is.
+pub(super) fn add_wrapped(wrapped: &mut WrappedExperts, name: &str, rules: &NameRules) -> bool {
+    let own = without_adapter(name);
+    let ends = [(".lora_A.weight", TensorKind::LoraA), (".lora_B.weight", TensorKind::LoraB)];
+    let found = ends.iter().find_map(|(end, kind)| Some((own.strip_suffix(end)?, *kind)));
+    let Some((module, kind)) = found else { return false };
+    let inner = module.strip_suffix(WRAPPED);
+    let experts = inner.unwrap_or(module);
+    if !experts.ends_with(".experts") {
+        return false;
+    }
+    let experts = rules.canonical(experts);
+    let experts = experts.strip_prefix(PREFIX).unwrap_or(&experts).to_owned();
+    wrapped.entry(experts).or_default().entry(inner.is_some()).or_default().insert(kind, name.to_owned());
+    true
+}
+
+/// Returns the adapters of the tensors that `config` names.
+///
+/// # Errors
+/// The difference between `config` and the file.
+pub(super) fn parameter_loras(
+    wrapped: &WrappedExperts,
+    config: &AdapterConfig,
+    files: &ModelFiles,
+) -> Result<Vec<ParameterLora>, String> {
+    let mut all = Vec::new();
+    for (experts, wrappers) in wrapped {
+        let names = PARAMETERS.map(|parameter| format!("{experts}.{parameter}"));
+        let is_named = |name: &&String| config.target_parameters.iter().any(|end| ends_with_name(name, end));
+        let named: Vec<&String> = names.iter().filter(is_named).collect();
+        // The wrapper within another is of the first tensor.
+        let places: Vec<bool> = if named.len() == 2 { vec![true, false] } else { vec![false] };
+        if named.is_empty() || !wrappers.keys().rev().eq(&places) {
+            let places = wrappers.len();
+            return Err(format!(
+                "{WEIGHTS_FILE} has LoRA on {places} tensors of `{experts}`, and `target_parameters` in {CONFIG_FILE} names {}; accepted: as many, of {}",
+                named.len(),
+                PARAMETERS.join(" and ")
+            ));
+        }
+        let targets = named.iter().map(|name| (name.as_str(), ModuleKind::Linear));
+        let targets = targets_of(&config.spec, targets).map_err(|error| error.in_one_line())?;
+        for (target, halves) in targets.into_iter().zip(places.iter().map(|place| &wrappers[place])) {
+            let half = |kind: TensorKind| {
+                let name = halves.get(&kind);
+                let half = name.and_then(|name| Some((name.clone(), files.info(name)?.clone())));
+                half.ok_or_else(|| format!("{WEIGHTS_FILE} has one half of the LoRA of `{}`", target.name))
+            };
+            let halves = [half(TensorKind::LoraA)?, half(TensorKind::LoraB)?];
+            all.push(ParameterLora { target, halves });
+        }
+    }
+    Ok(all)
+}
+
+/// LoRA on one tensor of all experts of a layer.
+#[derive(Debug)]
+pub(super) struct ParameterLora {
+    /// The tensor, with rank and scale: `model.layers.0.mlp.experts.gate_up_proj`.
+    pub(super) target: Target,
+    /// The names of A and B in the file, and their headers.
+    pub(super) halves: [(String, TensorInfo); 2],
+}
+
+/// The part of a tensor in the file that belongs to one module.
+#[derive(Debug, Clone)]
+pub(super) struct ExpertPart {
+    /// The name in the file.
+    pub(super) name: String,
+    /// The header of the whole tensor, with the shape of the part.
+    pub(super) info: TensorInfo,
+    /// The place of its first element.
+    first: usize,
+    /// The distance of its rows.
+    row_step: usize,
+    /// The distance of its columns.
+    column_step: usize,
+}
+
+impl ExpertPart {
+    /// Returns the place in the whole tensor of element `index`, and the number of elements that
+    /// follow it there too.
+    pub(super) fn place(&self, index: usize) -> (usize, usize) {
+        let columns = self.info.shape.last().copied().unwrap_or(1).max(1);
+        let (row, column) = (index / columns, index % columns);
+        let run = if self.column_step == 1 { columns - column } else { 1 };
+        (self.first + row * self.row_step + column * self.column_step, run)
+    }
+}
+
+/// A module of one expert, and its A and B.
+pub(super) struct ExpertLora {
+    pub(super) target: Target,
+    pub(super) parts: [(TensorKind, ExpertPart); 2],
+}
+
+/// The modules of a model's experts: by layer and expert, the full name of each last word.
+pub(super) struct ExpertModules<'m>(BTreeMap<(&'m str, usize), BTreeMap<&'m str, &'m Module>>);
+
+impl<'m> ExpertModules<'m> {
+    /// Returns those of `modules`.
+    pub(super) fn of(modules: &'m [Module]) -> Self {
+        let mut all: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
+        for module in modules {
+            let Some((before, after)) = module.name.split_once(EXPERTS) else { continue };
+            let Some((expert, leaf)) = after.split_once('.') else { continue };
+            let Ok(expert) = expert.parse() else { continue };
+            all.entry((layer_of(before), expert)).or_default().insert(leaf, module);
+        }
+        ExpertModules(all)
+    }
+
+    /// Returns the adapters of all experts of `lora`.
+    ///
+    /// # Errors
+    /// The reason for which it does not fit the model.
+    pub(super) fn expanded(&self, lora: &ParameterLora) -> Result<Vec<ExpertLora>, String> {
+        let name = &lora.target.name;
+        let (experts, parameter) = name.rsplit_once('.').unwrap_or_default();
+        let layer = layer_of(experts.strip_suffix(".experts").unwrap_or(experts));
+        let count = self.0.keys().filter(|(of, _)| *of == layer).count();
+        let r = lora.target.r;
+        let [(a_name, a), (b_name, b)] = &lora.halves;
+        let fits = |info: &TensorInfo, at: usize| info.shape.len() == 2 && info.shape[at] == r * count;
+        if count == 0 {
+            return Err(format!("it has tensors for `{name}`, which the model does not have"));
+        }
+        for (tensor, info, at) in [(a_name, a, 0), (b_name, b, 1)] {
+            if !fits(info, at) {
+                let wanted = r * count;
+                let wanted = if at == 0 { format!("[{wanted}, in]") } else { format!("[out, {wanted}]") };
+                return Err(format!(
+                    "tensor `{tensor}` has shape {:?}; r = {r} of {count} experts makes it {wanted}",
+                    info.shape
+                ));
+            }
+        }
+        let mut all = Vec::new();
+        for expert in 0..count {
+            let leaves = self.0.get(&(layer, expert)).and_then(|leaves| modules_of(leaves, parameter));
+            let modules = leaves
+                .ok_or_else(|| format!("it has tensors for `{name}`, which the model does not have"))?;
+            let rows: usize = modules.iter().map(|module| module.out_features()).sum();
+            if rows != b.shape[0] {
+                let found = &b.shape;
+                return Err(format!(
+                    "`{b_name}` has shape {found:?}, the weights of an expert have {rows} rows"
+                ));
+            }
+            let mut start = 0;
+            for module in modules {
+                all.push(part_of(lora, module, (expert, count), start));
+                start += module.out_features();
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// Returns the layer of the mixer `name`.
+fn layer_of(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(layer, _)| layer)
+}
+
+/// Returns the modules of one expert that `parameter` holds, in the order of its rows.
+fn modules_of<'m>(leaves: &BTreeMap<&str, &'m Module>, parameter: &str) -> Option<Vec<&'m Module>> {
+    let (_, forms) = LEAVES.iter().find(|(of, _)| *of == parameter)?;
+    forms.iter().find_map(|form| form.iter().map(|leaf| leaves.get(leaf).copied()).collect())
+}
+
+/// Returns the adapter of `module`, the rows from `start` on of expert `expert` of `count`.
+fn part_of(
+    lora: &ParameterLora,
+    module: &Module,
+    (expert, count): (usize, usize),
+    start: usize,
+) -> ExpertLora {
+    let ParameterLora { target, halves: [(a_name, a), (b_name, b)] } = lora;
+    let (r, inputs) = (target.r, a.shape[1]);
+    let of = |info: &TensorInfo, shape: [usize; 2]| {
+        let mut info = info.clone();
+        info.shape = shape.into();
+        info
+    };
+    let a = ExpertPart {
+        name: a_name.clone(),
+        info: of(a, [r, inputs]),
+        first: expert * r * inputs,
+        row_step: inputs,
+        column_step: 1,
+    };
+    let b = ExpertPart {
+        name: b_name.clone(),
+        info: of(b, [module.out_features(), r]),
+        first: start * r * count + expert,
+        row_step: r * count,
+        column_step: count,
+    };
+    let target = Target { name: module.name.clone(), kind: ModuleKind::Linear, ..target.clone() };
+    ExpertLora { target, parts: [(TensorKind::LoraA, a), (TensorKind::LoraB, b)] }
+}
