@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::logits::{distance, floats};
 use finetune::adapter::{self, BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, WEIGHTS_FILE};
 use finetune::error::{Error, ErrorCategory, Result};
+use finetune::model::{ModelConfig, unstack_experts};
 use finetune::quant::QuantFormat;
 use finetune::recipe::enums::Dtype;
 use finetune::weights::ModelFiles;
@@ -30,7 +31,10 @@ fn config_of(folder: &Path) -> Value {
 
 fn merge(model: &Path, adapter: &Path, output: &Path, base: BaseValues) -> Result<MergeReport> {
     let options = MergeOptions { dtype: Dtype::F32, base, skip: &[], verify: &|_| Ok(None) };
-    adapter::merge(&ModelFiles::open(model)?, adapter, output, &options)
+    let text = fs::read_to_string(model.join("config.json")).expect("there");
+    let mut files = ModelFiles::open(model)?;
+    unstack_experts(&ModelConfig::from_json(&text, "config.json")?, &mut files)?;
+    adapter::merge(&files, adapter, output, &options)
 }
 
 /// Returns the difference between a merged golden run and its final logits.
@@ -65,7 +69,7 @@ fn every_kind_computes_what_peft_computes() {
 /// LoRA on the tensors of all experts of a layer (`target_parameters`).
 #[test]
 fn adapters_of_all_experts_compute_what_peft_computes() {
-    for (family, changed) in [("qwen3-moe", 60), ("mixtral", 32), ("deepseek-v3", 63)] {
+    for (family, changed) in [("qwen3-moe", 60), ("mixtral", 32), ("deepseek-v3", 63), ("gpt-oss", 36)] {
         let [run, model] = [format!("train/lora_experts_{family}"), format!("models/tiny-{family}")]
             .map(|path| format!("families/{path}"));
         let (report, distance) = merged_distance(&run, &model, BaseValues::AsStored);

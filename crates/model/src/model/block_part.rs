@@ -30,8 +30,14 @@ pub enum BlockPart {
     ExpertGate(u16),
     /// The projection of an expert to the factor of the activated gate.
     ExpertUp(u16),
+    /// One projection of an expert to gate and up, whose rows alternate (gpt-oss).
+    ExpertGateUp(u16),
     /// The projection of an expert back to the width of the model.
     ExpertDown(u16),
+    /// The biases of gate and up of all experts, whose columns alternate.
+    ExpertGateUpBias,
+    /// The biases of the second projections of all experts.
+    ExpertDownBias,
     /// The shared expert's projection to the input of its activation.
     SharedGate,
     /// The shared expert's projection to the factor of the activated gate.
@@ -79,6 +85,8 @@ pub enum BlockPart {
     QNorm,
     /// The norm on each head's key.
     KNorm,
+    /// The logit of each head that joins attention's softmax without a value.
+    Sinks,
     /// The norm before attention.
     AttnNorm,
     /// The norm on attention's output, before the residual sum (Gemma, OLMo 2).
@@ -122,9 +130,10 @@ impl BlockPart {
     /// Returns the number of the expert that it belongs to, if it belongs to one.
     pub fn expert(self) -> Option<u16> {
         match self {
-            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertDown(expert) => {
-                Some(expert)
-            }
+            BlockPart::ExpertGate(expert)
+            | BlockPart::ExpertUp(expert)
+            | BlockPart::ExpertGateUp(expert)
+            | BlockPart::ExpertDown(expert) => Some(expert),
             _ => None,
         }
     }
@@ -146,6 +155,16 @@ impl BlockPart {
         matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
     }
 
+    /// Returns true for the biases of all experts, which are one parameter.
+    pub fn is_bias_of_experts(self) -> bool {
+        matches!(self, BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias)
+    }
+
+    /// Returns true for a parameter outside linear layers and norms.
+    pub fn is_apart(self) -> bool {
+        self.is_of_recurrence() || self.is_bias_of_experts() || self.is_buffer() || self == BlockPart::Sinks
+    }
+
     /// Returns true for values that no optimizer updates.
     pub fn is_buffer(self) -> bool {
         self == BlockPart::RouterBias
@@ -155,7 +174,12 @@ impl BlockPart {
     /// parameters have no module of their own.
     pub fn parameter(self, module: &str) -> String {
         match self {
-            BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::RouterBias => module.to_owned(),
+            BlockPart::DeltaRate
+            | BlockPart::DeltaStep
+            | BlockPart::RouterBias
+            | BlockPart::ExpertGateUpBias
+            | BlockPart::ExpertDownBias
+            | BlockPart::Sinks => module.to_owned(),
             _ => format!("{module}.weight"),
         }
     }
@@ -186,7 +210,7 @@ impl BlockPart {
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
             BlockPart::Router => Some(LinearGroup::Router),
-            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) => {
+            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertGateUp(expert) => {
                 Some(LinearGroup::ExpertGateUp(expert))
             }
             BlockPart::ExpertDown(expert) => Some(LinearGroup::ExpertDown(expert)),
@@ -194,6 +218,9 @@ impl BlockPart {
             BlockPart::SharedDown => Some(LinearGroup::SharedDown),
             BlockPart::SharedFactor => Some(LinearGroup::SharedFactor),
             BlockPart::RouterBias
+            | BlockPart::ExpertGateUpBias
+            | BlockPart::ExpertDownBias
+            | BlockPart::Sinks
             | BlockPart::DeltaConv
             | BlockPart::DeltaRate
             | BlockPart::DeltaStep

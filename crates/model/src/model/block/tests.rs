@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 18] = [
+const MODELS: [&str; 19] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -35,6 +35,8 @@ const MODELS: [&str; 18] = [
     r#""model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 4, "linear_value_head_dim": 4, "partial_rotary_factor": 0.5, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12"#,
+    // Every expert is chosen: one without rows would hold no adapter.
+    r#""model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 3"#,
 ];
 
 fn config(model: &str) -> ModelConfig {

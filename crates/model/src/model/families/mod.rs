@@ -19,6 +19,7 @@ mod gguf_facts;
 mod glm4;
 mod glm4_moe;
 mod glm4_moe_lite;
+mod gpt_oss;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
@@ -101,6 +102,7 @@ static FAMILIES: &[&Architecture] = &[
     &deepseek_v3::DEEPSEEK_V3,
     &glm4_moe_lite::GLM4_MOE_LITE,
     &mistral4::MISTRAL4,
+    &gpt_oss::GPT_OSS,
 ];
 
 /// Returns all families.
