@@ -1,6 +1,6 @@
 // Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
 // their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate), with h in place of dh.
-// src/ops/glu holds the definition. One thread processes 16 bytes of h if F is a multiple of the
+// src/ops/glu holds the definition, also that of the clamped product of alternating columns. One thread processes 16 bytes of h if F is a multiple of the
 // values in 16 bytes, else one value. The activations without a gate, h = act(x) and dx = dh *
 // act'(x) with h in place of dh, are defined in src/ops/activation.
 #include "compat.cuh"
@@ -100,6 +100,70 @@ DEVICE inline void backward(In<T> gate_up, InOut<T> dh, Out<T> d, uint32_t rows,
     });
 }
 
+// The product of gpt-oss: gates in the even columns, at most CLAMP, ups in the odd ones, within CLAMP.
+struct Clamped {
+    static constexpr float CLAMP = 7.0f, FACTOR = 1.702f;
+    float value, slope, up, up_slope;
+    DEVICE static inline Clamped at(float gate, float up) {
+        // Comparisons keep a NaN.
+        float g = gate > CLAMP ? CLAMP : gate, u = up > CLAMP ? CLAMP : up;
+        u = u < -CLAMP ? -CLAMP : u;
+        float s = 1.0f / (1.0f + expf(-FACTOR * g));
+        float slope = s * (1.0f + FACTOR * g * (1.0f - s));
+        return Clamped{g * s, gate > CLAMP ? 0.0f : slope, u + 1.0f, up > CLAMP || up < -CLAMP ? 0.0f : 1.0f};
+    }
+};
+
+// Loads the gates and ups of `count` values of h, 1 or PER16<T>, as they alternate in memory.
+template <class T> DEVICE inline void load_pairs(float (&pairs)[2 * PER16<T>], In<T> gate_up, int64_t at, int count) {
+    if (count == 1) {
+        pairs[0] = widen(gate_up.load(at));
+        pairs[1] = widen(gate_up.load(at + 1));
+        return;
+    }
+    load_values<T, 2 * PER16<T>>(pairs, gate_up, at);
+}
+// Rounds and stores values in the layout of load_pairs.
+template <class T> DEVICE inline void store_pairs(Out<T> d, int64_t at, const float (&pairs)[2 * PER16<T>], int count) {
+    if (count == 1) {
+        d.store(at, nearest<T>(pairs[0]));
+        d.store(at + 1, nearest<T>(pairs[1]));
+        return;
+    }
+    store_values<T, 2 * PER16<T>>(d, at, pairs);
+}
+
+template <class T> DEVICE inline void clamped_forward(In<T> gate_up, Out<T> h, uint32_t rows, uint32_t half) {
+    bool aligned = gate_up.is_aligned(16) && h.is_aligned(16);
+    for_each_run<T>(half, int64_t(rows) * half, aligned, [&](int64_t row, int64_t column, int count) {
+        float pairs[2 * PER16<T>], out[PER16<T>];
+        load_pairs<T>(pairs, gate_up, 2 * (row * half + column), count);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) {
+            Clamped c = Clamped::at(pairs[2 * i], pairs[2 * i + 1]);
+            out[i] = c.value * c.up;
+        }
+        store_some<T>(h, row * half + column, out, count);
+    });
+}
+
+template <class T>
+DEVICE inline void clamped_backward(In<T> gate_up, InOut<T> dh, Out<T> d, uint32_t rows, uint32_t half) {
+    bool aligned = gate_up.is_aligned(16) && dh.is_aligned(16) && d.is_aligned(16);
+    for_each_run<T>(half, int64_t(rows) * half, aligned, [&](int64_t row, int64_t column, int count) {
+        float pairs[2 * PER16<T>], g[PER16<T>];
+        load_pairs<T>(pairs, gate_up, 2 * (row * half + column), count);
+        load_some<T>(g, dh, row * half + column, count);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) {
+            Clamped c = Clamped::at(pairs[2 * i], pairs[2 * i + 1]);
+            pairs[2 * i] = g[i] * c.up * c.slope;
+            pairs[2 * i + 1] = g[i] * c.value * c.up_slope;
+            g[i] = c.value * c.up;
+        }
+        store_pairs<T>(d, 2 * (row * half + column), pairs, count);
+        store_some<T>(dh, row * half + column, g, count);
+    });
+}
+
 template <class A, class T> DEVICE inline void activate(In<T> x, Out<T> h, uint32_t rows, uint32_t width) {
     bool aligned = x.is_aligned(16) && h.is_aligned(16);
     for_each_run<T>(width, int64_t(rows) * width, aligned, [&](int64_t row, int64_t column, int count) {
@@ -152,6 +216,11 @@ KERNEL glu_sigmoid_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t h
 // Like glu_sigmoid_bf16, in f32.
 KERNEL glu_sigmoid_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<Sigmoid>(gate_up, h, rows, half); }
 
+// h: [rows, half], the clamped product of the pairs of gate_up: [rows, half, 2].
+KERNEL glu_clamped_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { clamped_forward(gate_up, h, rows, half); }
+// Like glu_clamped_bf16, in f32.
+KERNEL glu_clamped_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { clamped_forward(gate_up, h, rows, half); }
+
 #define BACKWARD_BF16 In<bf16> gate_up, InOut<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
 #define BACKWARD_F32 In<float> gate_up, InOut<float> dh, Out<float> d, uint32_t rows, uint32_t half
 
@@ -167,6 +236,11 @@ KERNEL glu_gelu_backward_f32(BACKWARD_F32) { backward<GeluTanh>(gate_up, dh, d, 
 KERNEL glu_sigmoid_backward_bf16(BACKWARD_BF16) { backward<Sigmoid>(gate_up, dh, d, rows, half); }
 // Like glu_sigmoid_backward_bf16, in f32.
 KERNEL glu_sigmoid_backward_f32(BACKWARD_F32) { backward<Sigmoid>(gate_up, dh, d, rows, half); }
+
+// Like glu_silu_backward_bf16, of the clamped product of pairs.
+KERNEL glu_clamped_backward_bf16(BACKWARD_BF16) { clamped_backward(gate_up, dh, d, rows, half); }
+// Like glu_clamped_backward_bf16, in f32.
+KERNEL glu_clamped_backward_f32(BACKWARD_F32) { clamped_backward(gate_up, dh, d, rows, half); }
 
 // h: [rows, width] = the activation of this number of x.
 KERNEL activate_bf16(In<bf16> x, Out<bf16> h, uint32_t rows, uint32_t width, uint32_t activation) {

@@ -272,6 +272,8 @@ impl BlockStep<'_> {
         let waiting = if self.step.has_adapter { 0 } else { copies(2 * f) };
         let shared_width = experts.shared.map_or(0, |shared| shared.width);
         let waiting_shared = self.until_norm(2 * shared_width);
+        // The weights of all experts for each token, and their gradients, in f32 too.
+        let of_biases = if experts.layer_biases { rows(5 * experts.count) } else { 0 };
         // The shared expert's gradients beside the copies of the input's.
         let of_shared = experts.shared.map_or(0, |shared| {
             let through = [LinearGroup::SharedGateUp, LinearGroup::SharedDown];
@@ -283,7 +285,7 @@ impl BlockStep<'_> {
             // The copies of the output's gradient through the down projections.
             rows(d) + copies(d + f) + self.product_backward(down),
             // The product, its gradient, and the gradients of gate and up.
-            rows(d) + copies(4 * f),
+            rows(d) + copies(4 * f) + of_biases,
             // Through gate and up to the copies of the input, and to the input.
             rows(d) + copies(2 * f + d) + self.product_backward(gate_up),
             rows(3 * d) + copies(d),

@@ -1,4 +1,4 @@
-//! Bases that other tools packed (FP8, GPTQ, AWQ, compressed-tensors), through the verbs: each works
+//! Bases that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), through the verbs: each works
 //! as with the dequantized model, and no output keeps the old `quantization_config`. The golden runs
 //! on them are in the module `train`, the formats themselves in tests/lib/packed_bases.rs.
 
@@ -146,6 +146,44 @@ fn merge_gives_a_plain_model() {
             "{model}"
         );
     }
+}
+
+/// The experts of gpt-oss, whose plain form is a transposed stack.
+#[test]
+fn stacks_in_mxfp4_become_plain() {
+    let place = place("tiny-mxfp4");
+    let said = place.said(&["inspect", "model"]);
+    assert!(said.contains("  mxfp4 "), "{said}");
+    place.said(&["export", "--model", "model", "--format", "hf", "--output", "plain"]);
+    let plain = is_plain(&place.path("plain"), StoredDtype::BF16);
+    assert_eq!(plain.info("model.layers.0.mlp.experts.gate_up_proj").unwrap().shape, [4, 64, 64]);
+    assert_eq!(plain.info("model.layers.0.mlp.experts.down_proj").unwrap().shape, [4, 32, 64]);
+    copy_folder(&golden("qbases/train/lora_mxfp4/adapter_final"), &place.path("adapter"));
+    for (model, output) in [("model", "merged"), ("plain", "wanted")] {
+        let merge = ["merge", "--model", model, "--adapter", "adapter", "--output", output];
+        let said = place.said(&[&merge[..], &["--verify-on", "rows.jsonl"]].concat());
+        assert!(said.contains("verified on 64 rows"), "{said}");
+    }
+    let merged = is_plain(&place.path("merged"), StoredDtype::BF16);
+    let wanted = ModelFiles::open(&place.path("wanted")).unwrap();
+    assert!(merged.names().eq(wanted.names()));
+    assert!(merged.names().all(|name| merged.bytes(name).unwrap() == wanted.bytes(name).unwrap()));
+    let cases: [(&str, &[&str]); 2] =
+        [("lora", &["--set", "quantization.kind=nf4"]), ("full", &["--set", "optimizer.learning_rate=1e-4"])];
+    for (recipe, more) in cases {
+        let of = |model: &str| {
+            let output = format!("{recipe}-{model}");
+            let mut args = lora(more);
+            for (flag, value) in [("--model", model), ("--recipe", recipe), ("--output", &output)] {
+                let at = args.iter().position(|arg| *arg == flag).unwrap();
+                args[at + 1] = value;
+            }
+            place.said(&args);
+            losses(&place, &output)
+        };
+        assert_eq!(of("model"), of("plain"), "{recipe}");
+    }
+    is_plain(&place.path("full-model"), StoredDtype::BF16);
 }
 
 fn losses(place: &Place, output: &str) -> Vec<f64> {

@@ -1,5 +1,5 @@
-//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors), dequantized while they
-//! are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small ones made
+//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), dequantized while
+//! they are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small ones made
 //! here, with their errors.
 
 use std::ops::Range;
@@ -23,6 +23,7 @@ const AWQ: &str = "tiny-awq-4-g32";
 const WORDS: &str = "tiny-ct-int4-g32-asym";
 const FP8: &str = "tiny-fp8-block";
 const MODELS: [&str; 4] = [GPTQ, AWQ, WORDS, FP8];
+const MXFP4: &str = "tiny-mxfp4";
 const DOWN: &str = "model.layers.0.mlp.down_proj.weight";
 
 fn golden(path: &str) -> PathBuf {
@@ -33,6 +34,12 @@ fn open(model: &str) -> ModelFiles {
     ModelFiles::open(&golden("models").join(model)).unwrap()
 }
 
+fn sha256(values: &[f32]) -> String {
+    // The reference adds 0.0, so that -0.0 counts as 0.0.
+    let bytes = values.iter().flat_map(|value| (value + 0.0).to_le_bytes());
+    Sha256::digest(bytes.collect::<Vec<u8>>()).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 #[test]
 fn every_weight_has_the_values_of_the_reference() {
     let digests: Value = serde_json::from_slice(&std::fs::read(golden("sha256_f32.json")).unwrap()).unwrap();
@@ -41,11 +48,7 @@ fn every_weight_has_the_values_of_the_reference() {
         let weights = digests[model].as_object().unwrap();
         assert!(weights.len() > 10 && files.names().len() == weights.len(), "{model}");
         for (name, digest) in weights {
-            // The reference adds 0.0, so that -0.0 counts as 0.0.
-            let bytes = floats(&files, name).into_iter().flat_map(|value| (value + 0.0).to_le_bytes());
-            let found = Sha256::digest(bytes.collect::<Vec<u8>>());
-            let found: String = found.iter().map(|byte| format!("{byte:02x}")).collect();
-            assert_eq!(found, digest.as_str().unwrap(), "{model}: {name}");
+            assert_eq!(sha256(&floats(&files, name)), digest.as_str().unwrap(), "{model}: {name}");
             assert_eq!(files.stored_format(name).is_some(), name.contains("proj.weight"), "{model}: {name}");
             assert!(files.quantized(name).unwrap().is_none() && files.quantized_format(name).is_none());
         }
@@ -56,6 +59,62 @@ fn every_weight_has_the_values_of_the_reference() {
         assert_eq!(files.file_bytes().map(|(_, bytes)| bytes).collect::<Vec<_>>(), [stored], "{model}");
         assert!(files.bytes(DOWN).is_err());
     }
+}
+
+/// gpt-oss stores the experts of a layer in blocks of `[E, out, in]`; the reference has the stack `[E,
+/// in, out]` of an unquantized model.
+#[test]
+fn stacks_in_mxfp4_have_the_values_of_the_reference() {
+    let digests: Value = serde_json::from_slice(&std::fs::read(golden("sha256_f32.json")).unwrap()).unwrap();
+    let model = settled_model(MXFP4);
+    checked(&model).unwrap();
+    let (_, files) = &model;
+    for (name, digest) in digests[MXFP4].as_object().unwrap() {
+        let parts = (0..).map(|expert| name.replace("experts.", &format!("experts.{expert}.")) + ".weight");
+        let parts: Vec<String> = parts.take_while(|part| files.info(part).is_some()).collect();
+        assert_eq!(parts.len(), if name.contains("experts") && name.ends_with("_proj") { 4 } else { 0 });
+        let mut values = Vec::new();
+        for part in &parts {
+            let (of_part, width) = (floats(files, part), files.info(part).unwrap().shape[1]);
+            assert_eq!(files.stored_format(part), Some("mxfp4"));
+            values.extend((0..width).flat_map(|column| of_part.iter().skip(column).step_by(width).copied()));
+        }
+        let values = if parts.is_empty() { floats(files, name) } else { values };
+        assert_eq!(sha256(&values), digest.as_str().unwrap(), "{name}");
+    }
+    let stored: u64 = files.names().map(|name| files.stored_bytes(name)).sum();
+    assert_eq!(files.file_bytes().map(|(_, bytes)| bytes).collect::<Vec<_>>(), [stored]);
+    assert_snapshot!(files.notes().collect::<Vec<_>>().join("\n"), @"finetune dequantizes 4 weights stored as mxfp4 while it reads the model");
+}
+
+/// Opens a golden model as runs do.
+fn settled_model(model: &str) -> (ModelConfig, ModelFiles) {
+    let mut files = open(model);
+    let text = std::fs::read_to_string(golden("models").join(model).join("config.json")).unwrap();
+    let mut config = ModelConfig::from_json(&text, "config.json").unwrap();
+    settle(&mut config, &mut files).unwrap();
+    (config, files)
+}
+
+#[test]
+fn halves_of_bytes_and_exponents() {
+    let settings = json!({"quant_method": "mxfp4"});
+    let blocks = || ("x_proj_blocks", Dtype::U8, vec![1, 2, 1, 16], (0..32).map(|i| i * 8 + 7).collect());
+    let scales = || ("x_proj_scales", Dtype::U8, vec![1, 2, 1], vec![127, 130]);
+    let of = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let mut tensors = vec![blocks(), scales()];
+        change(&mut tensors);
+        refused(&settings, &tensors)
+    };
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(0))), @"mxfp4: blocks is missing");
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(1))), @"mxfp4: scales is missing");
+    assert_snapshot!(of(&|tensors| tensors[1].2 = vec![1, 1, 2]), @"mxfp4: scales has shape [1, 1, 2]; accepted: [1, 2, 1]");
+    assert_snapshot!(of(&|tensors| tensors[0].2 = vec![2, 1, 16]), @"mxfp4: blocks has shape [2, 1, 16]; accepted: four dimensions");
+    assert_snapshot!(of(&|tensors| tensors[0].2 = vec![1, 2, 2, 8]), @"mxfp4: blocks has shape [1, 2, 2, 8]; accepted: [1, 2, 2, 16]");
+    assert_snapshot!(of(&|tensors| tensors[0].1 = Dtype::I8), @"mxfp4: blocks has dtype I8; accepted: U8");
+    assert_snapshot!(of(&|tensors| {
+        tensors.push(("x_proj", Dtype::F32, vec![1], f32s(&[1.0])));
+    }), @"mxfp4: it is stored twice, as itself and as blocks");
 }
 
 /// Ranges within a row, over rows, from a row's middle, and of rows alone.

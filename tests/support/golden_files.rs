@@ -29,8 +29,10 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
         return vec![name.to_owned()];
     }
     let (place, layers) = match name.rsplit_once("experts.") {
-        Some((place, "gate_up_proj")) => (place, [["gate_proj", "up_proj"], ["w1", "w3"]]),
-        Some((place, "down_proj")) => (place, [["down_proj", ""], ["w2", ""]]),
+        Some((place, "gate_up_proj")) => {
+            (place, [["gate_proj", "up_proj"], ["w1", "w3"], ["gate_up_proj", ""]])
+        }
+        Some((place, "down_proj")) => (place, [["down_proj", ""], ["w2", ""], ["", ""]]),
         _ if name.contains(".router.") => return vec![name.replace(".router.", ".router.layer.")],
         _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
     };
@@ -40,7 +42,7 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
     if exists(&stacked) {
         return vec![stacked];
     }
-    let places = [place.to_owned(), place.replace(".mlp.", ".block_sparse_moe.")];
+    let places = [place.to_owned(), place.replace(".mlp.", ".block_sparse_moe."), place.to_owned()];
     let of_expert = |expert: usize| {
         let named = places.iter().zip(layers).flat_map(move |(place, layers)| {
             let layers = layers.into_iter().filter(|layer| !layer.is_empty());

@@ -113,6 +113,13 @@ fn experts_follow_transformers_and_peft() {
     follows("full_minimax-m2");
 }
 
+/// Logits of heads in attention's softmax, and experts with biases whose files hold the transpose.
+#[test]
+fn sinks_and_experts_with_biases_follow_transformers_and_peft() {
+    follows("lora_gpt-oss");
+    follows("full_gpt-oss");
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {
@@ -142,11 +149,11 @@ fn gated_deltanet_follows_transformers_and_peft() {
     }
 }
 
-/// Bases in FP8, and in 4 bits with groups by importance, across rows, and with zeros. The reference
-/// trains on the dequantized weights.
+/// Bases in FP8, in MXFP4, and in 4 bits with groups by importance, across rows, and with zeros. The
+/// reference trains on the dequantized weights.
 #[test]
 fn lora_on_packed_bases_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block", "gguf_q4_k"] {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
         follows(&format!("lora_{format}"));
     }
 }

@@ -114,11 +114,70 @@ fn trained_models_have_the_tensors_of_their_base() {
 /// Checkpoints have the stacks too.
 #[test]
 fn a_killed_run_resumes_from_stacks() {
-    let place = models();
-    let args = ["--recipe", "run.toml", "--model", "stacked", "--dataset", "rows.jsonl"];
-    let told = place
-        .said(&[&["verify-resume"], &args[..], &["--set", "train.max_steps=4", "--output", "out"]].concat());
-    assert!(told.contains("the same bytes"), "{told}");
+    for place in [models(), gpt_oss()] {
+        let args = ["--recipe", "run.toml", "--model", "stacked", "--dataset", "rows.jsonl"];
+        let steps = ["--set", "train.max_steps=4", "--output", "out"];
+        let told = place.said(&[&["verify-resume"], &args[..], &steps].concat());
+        assert!(told.contains("the same bytes"), "{told}");
+    }
+}
+
+/// A folder with the golden model of gpt-oss, whose stacks hold transposes.
+fn gpt_oss() -> Place {
+    let place = Place::new();
+    copy_folder(&golden("families/models/tiny-gpt-oss"), &place.path("stacked"));
+    place.write("run.toml", &RECIPE.replace("max_seq_len = 64", "max_seq_len = 192"));
+    place
+}
+
+fn shapes(tensors: &Tensors) -> Vec<(&String, Dtype, &Vec<usize>)> {
+    tensors.iter().map(|(name, (dtype, shape, _))| (name, *dtype, shape)).collect()
+}
+
+/// The transposes are those of the base: as bytes, as f32 and back, and under an adapter.
+#[test]
+fn transposed_stacks_are_written_as_they_were_read() {
+    let place = gpt_oss();
+    let found = |folder: &str| tensors(&place.path(folder).join("model.safetensors"));
+    let base = found("stacked");
+    let export = |from: &str, kind: &str, output: &str| {
+        place.said(&["export", "--model", from, "--format", "hf", "--type", kind, "--output", output]);
+    };
+    export("stacked", "bf16", "same");
+    export("stacked", "f32", "wide");
+    export("wide", "bf16", "back");
+    assert!(found("same") == base && found("back") == base && found("wide") != base);
+    // Adapters of attention change no stack; those of all layers change every one.
+    for (modules, changes) in [("[\"q_proj\"]", false), ("\"all-linear\"", true)] {
+        let (adapter, merged) = (format!("adapter-{changes}"), format!("merged-{changes}"));
+        let target = format!("adapter.target_modules={modules}");
+        train(&place, "stacked", &adapter, &["adapter.r=2", &target]);
+        let args = ["merge", "--model", "stacked", "--adapter", &adapter, "--output", &merged];
+        let told = place.said(&[&args[..], &["--verify-on", "rows.jsonl"]].concat());
+        assert!(told.contains("verified on"), "{told}");
+        let merged = found(&merged);
+        assert_eq!(shapes(&merged), shapes(&base));
+        for name in base.keys().filter(|name| name.contains("experts")) {
+            assert_eq!(merged[name] != base[name], changes && name.ends_with("_proj"), "{name}");
+        }
+    }
+}
+
+/// The layers of experts over NF4, and all weights with sinks and biases of experts.
+#[test]
+fn transposed_stacks_train_over_nf4_and_whole() {
+    let place = gpt_oss();
+    let sets = ["adapter.r=2", "adapter.target_modules=\"all-linear\"", "quantization.kind=nf4"];
+    train(&place, "stacked", "qlora", &sets);
+    place.said(&["quantize", "--model", "stacked", "--kind", "nf4", "--output", "nf4"]);
+    assert_eq!(train(&place, "nf4", "of-nf4", &sets[..2]), train(&place, "stacked", "of-bf16", &sets));
+    place
+        .said(&["quantize", "--model", "stacked", "--kind", "nf4", "--skip", "experts", "--output", "mixed"]);
+    assert_eq!(train(&place, "stacked", "a", &[]).len(), 2);
+    let [base, trained] =
+        ["stacked", "a"].map(|folder| tensors(&place.path(folder).join("model.safetensors")));
+    assert_eq!(shapes(&trained), shapes(&base));
+    assert!(base.keys().all(|name| trained[name] != base[name]));
 }
 
 /// A step with NaNs, which the embedding of one token has, begins again from a checkpoint's stacks.

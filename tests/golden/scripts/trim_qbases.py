@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import sys
 
-RUNS = ["lora_gptq", "lora_awq", "lora_ct_int4", "lora_fp8_block", "lora_gguf_q4_k"]
+RUNS = ["lora_gptq", "lora_awq", "lora_ct_int4", "lora_fp8_block", "lora_mxfp4", "lora_gguf_q4_k"]
 # Further GGUF files, without a run.
 GGUF = ["tiny-gguf-q4_k", "tiny-gguf-q4_0", "tiny-gguf-q8_0"]
 source, target = map(pathlib.Path, sys.argv[1:])

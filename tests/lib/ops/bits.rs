@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
 use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
@@ -125,6 +126,7 @@ fn elementwise(dtype: DType, results: &mut Results) {
         (["silu", "silu backward"], Activation::Silu),
         (["gelu_tanh", "gelu_tanh backward"], Activation::GeluTanh),
         (["sigmoid", "sigmoid backward"], Activation::Sigmoid),
+        (["clamped silu", "clamped silu backward"], Activation::ClampedSilu),
     ] {
         let dh = TensorMut::new(cast("dh", (200, 48), dtype));
         results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));
@@ -185,6 +187,12 @@ fn attended(dtype: DType, results: &mut Results) {
             results.insert(name, bits(&tensor));
         }
     }
+    let plain = attention(qkv, &spans, kind, Attention::Flash).unwrap();
+    let (sinks, dsinks) = (normal("sinks", 4), zeros(4));
+    let attended = attention_sinks(plain, &sinks).unwrap();
+    attention_sinks_backward(&attended, &dout, &sinks, &dsinks).unwrap();
+    results.insert("attention_sinks", bits(&attended.out));
+    results.insert("attention_sinks_backward", bits(&dsinks));
 }
 
 /// Returns the results of a gated linear attention over packed sequences of these lengths. The rows

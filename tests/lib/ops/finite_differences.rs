@@ -4,7 +4,10 @@
 use candle_core::{Device, Tensor};
 use finetune::ops::ColumnViewMut;
 use finetune::ops::activation::{PlainActivation, activate, activate_backward};
-use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use finetune::ops::attention::{
+    AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
+};
+use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
 use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
@@ -116,7 +119,11 @@ fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
             0.5 * x * (1.0 + inner.tanh())
         }
         Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        Activation::ClampedSilu => x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()),
     };
+    if activation == Activation::ClampedSilu {
+        return x.chunks(2).map(|pair| act(pair[0]) * (pair[1].clamp(-7.0, 7.0) + 1.0)).collect();
+    }
     let rows = x.chunks(2 * half).flat_map(|row| {
         let (gate, up) = row.split_at(half);
         gate.iter().zip(up).map(move |(gate, up)| act(*gate) * up)
@@ -126,7 +133,8 @@ fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
 
 #[test]
 fn of_gated_products() {
-    for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
+    let all = [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid, Activation::ClampedSilu];
+    for activation in all {
         let (x, dh) = ((normal("gate_up", (5, 2 * 18)) * 2.0).unwrap(), normal("dh", (5, 18)));
         let (x64, dh64) = (values(&x), values(&dh));
         close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
@@ -278,6 +286,24 @@ fn of_causal_convolutions() {
     causal_conv_backward(view, &w, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
     close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64, shape), &dy64)));
     close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w, shape), &dy64)));
+}
+
+#[test]
+fn of_sinks() {
+    // Three rows of two heads.
+    let (out, lse) = (normal("out", (3, 8)), normal("lse", (2, 3)));
+    let (sinks, dout) = (normal("sinks", 2), normal("dout", (3, 8)));
+    let [out64, lse64, sinks64, dout64] = [&out, &lse, &sinks, &dout].map(values);
+    let of = |sinks: &[f64]| -> Vec<f64> {
+        let factor = |row: usize, head: usize| 1.0 / (1.0 + (sinks[head] - lse64[head * 3 + row]).exp());
+        out64.iter().enumerate().map(|(i, x)| x * factor(i / 8, i % 8 / 4)).collect()
+    };
+    let want = differences(&sinks64, |sinks| dot(&of(sinks), &dout64));
+    let attended = attention_sinks(AttentionOutput { out, lse }, &sinks).unwrap();
+    close("out", &attended.out, &of(&sinks64));
+    let d = zeros(2);
+    attention_sinks_backward(&attended, &dout, &sinks, &d).unwrap();
+    close("dsinks", &d, &want);
 }
 
 #[test]

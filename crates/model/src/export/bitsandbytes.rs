@@ -249,7 +249,7 @@ impl SourceTensor<'_> {
 
     /// Writes the values as they are before quantization.
     fn copy(&mut self) -> Result<()> {
-        if self.files.stored_format(self.name).is_some() {
+        if !self.files.is_plain(self.name) {
             return self.dequantized();
         }
         for (i, block) in self.files.bytes(self.name)?.chunks(PIECE).enumerate() {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
@@ -10,7 +10,7 @@ use super::block::{
     SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
-use super::composition::{ChannelMixer, Experts, MlpAndExperts, TokenMixer};
+use super::composition::{ChannelMixer, Experts, MlpAndExperts, SharedExpert, TokenMixer};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
@@ -167,7 +167,8 @@ fn token_mixer(
     Ok(match mixer {
         TokenMixer::Attention(mixer) => {
             let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
-            TokenMixerWeights::Attention(AttentionWeights { mixer, qkv, qk_norm, o })
+            let sinks = optional(BlockPart::Sinks)?;
+            TokenMixerWeights::Attention(AttentionWeights { mixer, qkv, qk_norm, sinks, o })
         }
         TokenMixer::Latent(mixer) => {
             let up = |norm, group| -> Result<LatentUp> {
@@ -176,7 +177,7 @@ fn token_mixer(
             let q_up = || up(BlockPart::LatentQNorm, LinearGroup::QUp);
             TokenMixerWeights::Latent(Box::new(LatentWeights {
                 mixer,
-                attention: AttentionWeights { mixer: mixer.attention, qkv, qk_norm: None, o },
+                attention: AttentionWeights { mixer: mixer.attention, qkv, qk_norm: None, sinks: None, o },
                 q_up: mixer.q_rank.map(|_| q_up()).transpose()?,
                 kv_up: up(BlockPart::LatentKvNorm, LinearGroup::KvUp)?,
             }))
@@ -239,25 +240,33 @@ fn experts(
     linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
     optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
 ) -> Result<ExpertsWeights> {
+    let biases = optional(BlockPart::ExpertGateUpBias)?;
+    let expert = |e: u16| -> Result<ExpertWeights> {
+        let mut gate_up = linears(LinearGroup::ExpertGateUp(e))?;
+        if let (Some(biases), Some(layer)) = (&biases, gate_up.layers.first_mut()) {
+            layer.bias = Some(row(biases, e.into())?);
+        }
+        Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
+    };
+    let shared = |shared: SharedExpert| -> Result<SharedExpertWeights> {
+        let factor = shared.has_gate.then(|| linears(LinearGroup::SharedFactor)).transpose()?;
+        let (gate_up, down) = (linears(LinearGroup::SharedGateUp)?, linears(LinearGroup::SharedDown)?);
+        Ok(SharedExpertWeights { activation: mixer.activation, gate_up, down, factor })
+    };
     Ok(ExpertsWeights {
         mixer,
         router: linears(LinearGroup::Router)?,
         bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value),
         factors: optional(BlockPart::ExpertFactors)?,
-        experts: (0..mixer.count as u16)
-            .map(|e| {
-                let gate_up = linears(LinearGroup::ExpertGateUp(e))?;
-                Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
-            })
-            .collect::<Result<_>>()?,
-        shared: mixer
-            .shared
-            .map(|shared| -> Result<_> {
-                let factor = shared.has_gate.then(|| linears(LinearGroup::SharedFactor)).transpose()?;
-                let (gate_up, down) =
-                    (linears(LinearGroup::SharedGateUp)?, linears(LinearGroup::SharedDown)?);
-                Ok(SharedExpertWeights { activation: mixer.activation, gate_up, down, factor })
-            })
-            .transpose()?,
+        experts: (0..mixer.count as u16).map(expert).collect::<Result<_>>()?,
+        down_biases: optional(BlockPart::ExpertDownBias)?,
+        shared: mixer.shared.map(shared).transpose()?,
     })
+}
+
+/// Returns row `at` of a matrix as a vector.
+fn row(matrix: &Param, at: usize) -> Result<Param> {
+    let of = |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.narrow(0, at, 1)?.squeeze(0)?) };
+    let grad = matrix.grad.as_ref().map(|grad| of(grad)).transpose()?.map(TensorMut::new);
+    Ok(Param { value: of(&matrix.value)?, grad })
 }

@@ -30,8 +30,14 @@ pub enum BlockPart {
     ExpertGate(u16),
     /// The projection of an expert to the factor of the activated gate.
     ExpertUp(u16),
+    /// One projection of an expert to gate and up, whose rows alternate (gpt-oss).
+    ExpertGateUp(u16),
     /// The projection of an expert back to the width of the model.
     ExpertDown(u16),
+    /// The biases of gate and up of all experts, whose columns alternate.
+    ExpertGateUpBias,
+    /// The biases of the second projections of all experts.
+    ExpertDownBias,
     /// The shared expert's projection to the input of its activation.
     SharedGate,
     /// The shared expert's projection to the factor of the activated gate.
@@ -79,6 +85,8 @@ pub enum BlockPart {
     QNorm,
     /// The norm on each head's key.
     KNorm,
+    /// The logit of each head that joins attention's softmax without a value.
+    Sinks,
     /// The norm before attention.
     AttnNorm,
     /// The norm on attention's output, before the residual sum (Gemma, OLMo 2).
@@ -134,9 +142,10 @@ impl BlockPart {
     /// Returns the number of the expert that it belongs to, if it belongs to one.
     pub fn expert(self) -> Option<u16> {
         match self {
-            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertDown(expert) => {
-                Some(expert)
-            }
+            BlockPart::ExpertGate(expert)
+            | BlockPart::ExpertUp(expert)
+            | BlockPart::ExpertGateUp(expert)
+            | BlockPart::ExpertDown(expert) => Some(expert),
             _ => None,
         }
     }
@@ -159,6 +168,16 @@ impl BlockPart {
         router || matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
     }
 
+    /// Returns true for the biases of all experts, which are one parameter.
+    pub fn is_bias_of_experts(self) -> bool {
+        matches!(self, BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias)
+    }
+
+    /// Returns true for a parameter outside linear layers and norms.
+    pub fn is_apart(self) -> bool {
+        self.is_of_recurrence() || self.is_bias_of_experts() || self.is_buffer() || self == BlockPart::Sinks
+    }
+
     /// Returns true for values that no optimizer updates.
     pub fn is_buffer(self) -> bool {
         matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
@@ -174,6 +193,7 @@ impl BlockPart {
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
             | BlockPart::OutputFactor => module.to_owned(),
+            BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias | BlockPart::Sinks => module.to_owned(),
             _ => format!("{module}.weight"),
         }
     }
@@ -204,7 +224,7 @@ impl BlockPart {
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
             BlockPart::Router => Some(LinearGroup::Router),
-            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) => {
+            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertGateUp(expert) => {
                 Some(LinearGroup::ExpertGateUp(expert))
             }
             BlockPart::ExpertDown(expert) => Some(LinearGroup::ExpertDown(expert)),
@@ -212,6 +232,9 @@ impl BlockPart {
             BlockPart::SharedDown => Some(LinearGroup::SharedDown),
             BlockPart::SharedFactor => Some(LinearGroup::SharedFactor),
             BlockPart::RouterBias
+            | BlockPart::ExpertGateUpBias
+            | BlockPart::ExpertDownBias
+            | BlockPart::Sinks
             | BlockPart::DeltaConv
             | BlockPart::DeltaRate
             | BlockPart::DeltaStep

@@ -206,6 +206,8 @@ pub struct AttentionMixer {
     /// True if the projection to queries also gives a gate for each value of the output, after the
     /// query of each head: the output is multiplied by the sigmoids of the gates (Qwen3.5).
     pub has_gates: bool,
+    /// True if a learned logit of each head joins the softmax, without a value (gpt-oss).
+    pub has_sinks: bool,
 }
 
 /// Gated DeltaNet (arXiv 2412.06464): a convolution over the last tokens, and a state for each head
@@ -305,8 +307,8 @@ pub struct PlainMlp {
     pub bias: bool,
 }
 
-/// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token,
-/// and perhaps one for all tokens.
+/// A mixture of experts: gated MLPs, of which a router chooses a few for each token, and perhaps one
+/// for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// The number of experts, E.
@@ -318,9 +320,11 @@ pub struct Experts {
     /// True if the router's logits are f32 whatever the activations' dtype. They decide a choice,
     /// so that their rounding to bf16 would send some tokens to other experts.
     pub has_f32_logits: bool,
+    /// True if the router and both layers of each expert have biases (gpt-oss).
+    pub layer_biases: bool,
     /// The inner width of each expert.
     pub width: usize,
-    /// The activation of the gates.
+    /// The activation of the gates. With [`Activation::ClampedSilu`] gate and up are one layer.
     pub activation: Activation,
     /// The coefficient of the loss that balances their load, in config.json.
     pub aux_coefficient: f64,

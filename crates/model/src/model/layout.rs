@@ -13,6 +13,7 @@ use super::composition::{
     AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
     QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
 };
+use crate::ops::glu::Activation;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
 /// The module of the last norm, in every family.
@@ -127,6 +128,7 @@ impl LayoutTable<'_> {
         if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
             rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
+        rows.extend(mixer.has_sinks.then(|| self.norm(P::Sinks, heads.num_heads, false)));
         rows
     }
 
@@ -189,10 +191,19 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let (d, f) = (self.0.hidden_size, mixer.width);
         let of_expert = |e: u16| {
-            let inputs = [P::ExpertGate(e), P::ExpertUp(e)].map(|part| self.linear(part, (f, d), false));
+            let inputs = if mixer.activation == Activation::ClampedSilu {
+                vec![self.linear(P::ExpertGateUp(e), (2 * f, d), false)]
+            } else {
+                [P::ExpertGate(e), P::ExpertUp(e)].map(|part| self.linear(part, (f, d), false)).into()
+            };
             inputs.into_iter().chain([self.linear(P::ExpertDown(e), (d, f), false)])
         };
-        let router = self.linear(P::Router, (mixer.count, d), false);
+        let router = self.linear(P::Router, (mixer.count, d), mixer.layer_biases);
+        let biases = |(part, inputs)| BlockModule {
+            weight: WeightShape::Matrix { out: mixer.count, inputs },
+            ..self.norm(part, 0, false)
+        };
+        let biases = [(P::ExpertGateUpBias, 2 * f), (P::ExpertDownBias, d)].map(biases);
         // The numbers of experts fit into 16 bits: `MOST_EXPERTS`.
         let mut experts: Vec<_> = (0..mixer.count as u16).flat_map(of_expert).collect();
         if self.0.family.stacked_experts.is_some() {
@@ -200,7 +211,8 @@ impl LayoutTable<'_> {
             experts.sort_by_key(|module| module.part.is_last_of_mlp());
         }
         let bias = mixer.has_bias.then(|| self.norm(P::RouterBias, mixer.count, false));
-        let routed = std::iter::once(router).chain(bias).chain(experts);
+        let biases = biases.into_iter().filter(|_| mixer.layer_biases);
+        let routed = std::iter::once(router).chain(bias).chain(experts).chain(biases);
         routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
     }
 
@@ -317,8 +329,10 @@ pub fn stacked_experts(config: &ModelConfig) -> Vec<StackParts> {
             };
             let parts = of_experts.map(part).collect();
             let name = format!("model.layers.{layer}.{name}");
+            let transposed = config.family.transposes_stacks;
+            let [rows, columns] = if transposed { [columns, rows] } else { [rows, columns] };
             let shape = vec![experts.count, rows, columns];
-            stacks.push(StackParts { stack: Arc::new(Stack { name, shape }), parts });
+            stacks.push(StackParts { stack: Arc::new(Stack { name, shape, transposed }), parts });
         };
         add(names.gate_up, 2 * experts.width, config.hidden_size, false);
         add(names.down, config.hidden_size, experts.width, true);
@@ -369,9 +383,7 @@ impl ModelPart {
     pub(crate) fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::LmHead => false,
-            ModelPart::Block { part, .. } => {
-                part.group().is_none() && !part.is_of_recurrence() && !part.is_buffer()
-            }
+            ModelPart::Block { part, .. } => part.group().is_none() && !part.is_apart(),
             ModelPart::FinalNorm => true,
         }
     }

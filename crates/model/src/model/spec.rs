@@ -16,8 +16,8 @@ pub enum Role {
     Gate,
     /// A token table: decayed.
     Embedding,
-    /// A parameter of a recurrence or a router that is neither bias nor matrix: decayed, not
-    /// quantized.
+    /// A parameter of a recurrence or a router that is neither bias nor matrix, or sinks of
+    /// attention: decayed, not quantized.
     Recurrence,
     /// Values beside the weights that no optimizer updates: f32 in every run.
     Buffer,
@@ -133,7 +133,8 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
             ModelPart::EmbedTokens => Role::Embedding,
             ModelPart::Block { part: BlockPart::DeltaStep, .. } => Role::Bias,
             ModelPart::Block { part, .. } if part.is_buffer() => Role::Buffer,
-            ModelPart::Block { part, .. } if part.is_of_recurrence() => Role::Recurrence,
+            ModelPart::Block { part, .. } if part.is_bias_of_experts() => Role::Bias,
+            ModelPart::Block { part, .. } if part.is_apart() => Role::Recurrence,
             ModelPart::Block { part, .. } if part.is_gate() => Role::Gate,
             norm if norm.is_norm() => Role::Norm,
             _ => Role::Weight,
@@ -163,7 +164,6 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     };
     let module =
         |NamedModule { name, part, weight, .. }| Module { name, shape: weight.dims(), kind: kind(part) };
-    let is_adaptable =
-        |part| !matches!(part, ModelPart::Block { part, .. } if part.is_of_recurrence() || part.is_buffer());
+    let is_adaptable = |part| !matches!(part, ModelPart::Block { part, .. } if part.is_apart());
     model_modules(config).into_iter().filter(|module| is_adaptable(module.part)).map(module).collect()
 }

@@ -19,8 +19,8 @@ use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{
-    INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StackPart, StackParts, StoredElement,
-    TensorInfo, gguf, header, index, packed, sidecar_files, tensor_names,
+    INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf, header, index,
+    packed, sidecar_files, stack, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -39,9 +39,9 @@ const COMPARED: usize = 1 << 20;
 pub struct ModelFiles {
     place: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, TensorInfo>,
+    pub(super) tensors: BTreeMap<String, TensorInfo>,
     /// The parts of tensors that are stored as several.
-    parts: BTreeMap<String, StoredParts>,
+    pub(super) parts: BTreeMap<String, StoredParts>,
     indexed: bool,
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
@@ -334,38 +334,9 @@ impl ModelFiles {
         &self.kept
     }
 
-    /// Replaces the tensor of `stack` by its parts. Does nothing if no tensor has its name.
-    ///
-    /// # Errors
-    /// User: the tensor has another shape or is quantized, or a part is stored too.
-    pub(crate) fn unstack(&mut self, StackParts { stack, parts }: StackParts) -> Result<()> {
-        let Some(info) = self.tensors.remove(&stack.name) else { return Ok(()) };
-        let refused = |cause: String| {
-            Error::user(format!("cannot read weights {}", info.file.display()))
-                .because(format!("tensor `{}` {cause}", stack.name))
-                .hint("give config.json and weights of one and the same model")
-        };
-        if info.shape != stack.shape {
-            return Err(refused(format!(
-                "has shape {:?}, config.json makes it {:?}",
-                info.shape, stack.shape
-            )));
-        }
-        if self.parts.contains_key(&stack.name) {
-            return Err(refused("is quantized; accepted: F32, F16, BF16".to_owned())
-                .hint("give the model that was not quantized"));
-        }
-        let mut start = info.range.start;
-        for StackPart { name, shape } in parts {
-            let end = start + shape.iter().product::<usize>() * info.dtype.size_bytes();
-            let part =
-                TensorInfo { shape, range: start..end, stack: Some(Arc::clone(&stack)), ..info.clone() };
-            start = end;
-            if self.tensors.insert(name.clone(), part).is_some() {
-                return Err(refused(format!("and its part `{name}` are both stored")));
-            }
-        }
-        Ok(())
+    /// Returns whether the bytes of a tensor in its file are its values, row by row.
+    pub fn is_plain(&self, name: &str) -> bool {
+        self.stored_format(name).is_none() && !self.info(name).is_some_and(TensorInfo::is_transposed)
     }
 
     /// Adds a warning to [`ModelFiles::notes`].
@@ -478,7 +449,8 @@ impl ModelFiles {
         })
     }
 
-    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned.
+    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned; of a part
+    /// of a transposed stack, column by column.
     ///
     /// # Errors
     /// User: tensor `name` does not exist, or it is quantized, so that its values are in several
@@ -536,10 +508,14 @@ impl ModelFiles {
             parts.read(start, out, |place| self.stored(name, place.shard, &place.range))?;
             return self.shards[info.shard].check_length();
         }
-        let size = info.dtype.size_bytes();
-        let first = info.range.start + start * size;
-        let bytes = self.stored(name, info.shard, &(first..first + out.len() * size))?;
-        if !T::decode(bytes, info.dtype, out) {
+        let decoded = if info.is_transposed() {
+            stack::decode_transposed(self.stored(name, info.shard, &info.range)?, info, start, out)
+        } else {
+            let size = info.dtype.size_bytes();
+            let first = info.range.start + start * size;
+            T::decode(self.stored(name, info.shard, &(first..first + out.len() * size))?, info.dtype, out)
+        };
+        if !decoded {
             return Err(Error::user(format!("cannot read weights {}", info.file.display()))
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
                 .hint("give the unquantized model"));

@@ -73,8 +73,9 @@ impl KeptTensors {
     #[must_use]
     pub(crate) fn named_as_stored(&self, entry: WriteEntry) -> WriteEntry {
         let Some(name) = self.stored_name(entry.stored_name()).filter(|_| self.whole) else { return entry };
-        let shape = entry.stack.as_ref().map(|stack| stack.shape.clone()).unwrap_or_default();
-        WriteEntry { stack: Some(Arc::new(Stack { name, shape })), ..entry }
+        let one = Stack { name: String::new(), shape: Vec::new(), transposed: false };
+        let stack = entry.stack.as_deref().unwrap_or(&one);
+        WriteEntry { stack: Some(Arc::new(Stack { name, ..stack.clone() })), ..entry }
     }
 
     /// Returns the name of a tensor in the files if it is another. A head that is not stored

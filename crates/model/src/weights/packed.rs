@@ -1,12 +1,14 @@
 //! A weight that another tool packed: the positions of its parts, and its values while they are
 //! read. `readers` defines the names of the parts in files and checks that they match.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::StoredElement;
 use super::tensor_info::ShardRange;
 use crate::error::Result;
-use crate::quant::{PackedFormat, PackedTensor};
+use crate::quant::{CodeLayout, PackedFormat, PackedTensor};
 
 /// The least number of rows that are decoded at once: GPTQ and AWQ store neighbouring rows side by
 /// side.
@@ -32,6 +34,23 @@ impl PackedParts {
     /// Returns the positions of the parts beside the codes.
     pub(super) fn places(&self) -> impl Iterator<Item = &ShardRange> {
         [Some(&self.scales), self.zeros.as_ref(), self.groups.as_ref()].into_iter().flatten()
+    }
+
+    /// Returns the weight of `rows` alone and the position of its codes, given that of all codes;
+    /// `None` unless codes and scales are stored row by row.
+    pub(super) fn of_rows(&self, rows: Range<usize>, codes: &Range<usize>) -> Option<(Self, Range<usize>)> {
+        let PackedFormat { columns, groups, .. } = self.format;
+        if self.format.codes != CodeLayout::E2m1 {
+            return None;
+        }
+        let within = |all: &Range<usize>, row_bytes: usize| {
+            all.start + rows.start * row_bytes..all.start + rows.end * row_bytes
+        };
+        let codes = within(codes, columns.div_ceil(2));
+        let scales = ShardRange { range: within(&self.scales.range, groups), ..self.scales };
+        let bytes = (codes.len() + scales.range.len()) as u64;
+        let format = PackedFormat { rows: rows.len(), ..self.format };
+        Some((PackedParts { format, scales, bytes, ..self.clone() }, codes))
     }
 
     /// Returns text that differs between any two formats of equal shape. The identity of a model
@@ -64,12 +83,21 @@ impl PackedParts {
 
 /// Decodes the values from `start` on, on all threads, each rounded once.
 pub(super) fn read<T: StoredElement>(tensor: &PackedTensor<'_>, start: usize, out: &mut [T]) {
-    let width = tensor.format.columns.max(1);
-    let decode = |start: usize, out: &mut [T]| {
+    in_tasks(tensor.format.columns.max(1), start, out, |start, out| {
         let mut values = vec![0f32; out.len()];
         decode_from(tensor, start, &mut values);
         T::round(&values, out);
-    };
+    });
+}
+
+/// Calls `decode` on all threads for the values from `start` on of a matrix of `width` columns:
+/// for those within a row, or from the start of a row.
+pub(super) fn in_tasks<T: Send>(
+    width: usize,
+    start: usize,
+    out: &mut [T],
+    decode: impl Fn(usize, &mut [T]) + Sync,
+) {
     // The rest of the first row, then whole rows.
     let first = ((width - start % width) % width).min(out.len());
     let (head, rows) = out.split_at_mut(first);
@@ -96,7 +124,7 @@ fn decode_from(tensor: &PackedTensor<'_>, start: usize, out: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quant::{CodeLayout, ScaleDtype};
+    use crate::quant::ScaleDtype;
 
     /// The identities of models contain these texts.
     #[test]
@@ -122,9 +150,11 @@ mod tests {
             with(PackedFormat { codes: CodeLayout::RowWords, ..format }),
             with(PackedFormat { codes: CodeLayout::I8, ..format }),
             with(PackedFormat { codes: CodeLayout::E4m3, ..format }),
+            with(PackedFormat { codes: CodeLayout::E2m1, ..format }),
             with(PackedFormat { bits: 8, ..format }),
             with(PackedFormat { scales: ScaleDtype::BF16, ..format }),
             with(PackedFormat { scales: ScaleDtype::F32, ..format }),
+            with(PackedFormat { scales: ScaleDtype::E8m0, ..format }),
             with(PackedFormat { zero_offset: 0, ..format }),
             PackedParts { zeros: None, ..first.clone() }.fingerprint(),
             PackedParts { groups: Some(place()), ..first.clone() }.fingerprint(),
@@ -134,9 +164,11 @@ mod tests {
         gptq int4 RowWords 4 1 4 F16 1+1 0
         gptq int4 I8 4 1 4 F16 1+1 0
         gptq int4 E4m3 4 1 4 F16 1+1 0
+        gptq int4 E2m1 4 1 4 F16 1+1 0
         gptq int4 ColumnWords 8 1 4 F16 1+1 0
         gptq int4 ColumnWords 4 1 4 BF16 1+1 0
         gptq int4 ColumnWords 4 1 4 F32 1+1 0
+        gptq int4 ColumnWords 4 1 4 E8m0 1+1 0
         gptq int4 ColumnWords 4 1 4 F16 1+0 0
         gptq int4 ColumnWords 4 1 4 F16 0+1 0
         gptq int4 ColumnWords 4 1 4 F16 1+1 1

@@ -31,6 +31,14 @@ impl StoredParts {
         matches!(self, StoredParts::Packed(_) | StoredParts::Blocks(_))
     }
 
+    /// Returns the weight that another tool packed, if it is one.
+    pub(super) fn packed(&self) -> Option<&PackedParts> {
+        match self {
+            StoredParts::Packed(parts) => Some(parts),
+            StoredParts::Quantized(_) | StoredParts::Blocks(_) => None,
+        }
+    }
+
     /// Returns the bytes of codes and companions.
     pub(super) fn bytes(&self) -> u64 {
         match self {

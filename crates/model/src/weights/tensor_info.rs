@@ -27,6 +27,11 @@ impl TensorInfo {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Returns whether its stack holds it column by column.
+    pub(super) fn is_transposed(&self) -> bool {
+        self.stack.as_ref().is_some_and(|stack| stack.transposed)
+    }
 }
 
 /// A range of bytes of a file.

@@ -15,7 +15,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::stack::Stack;
+use super::stack::{self, Stack};
 use super::unfinished::{Unfinished, names_in, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
@@ -78,20 +78,34 @@ impl TensorSink<'_> {
     /// Storage: the disk is full or fails. Internal: too many values, or the entry does not hold
     /// floats.
     pub fn write_values<T: StoredElement>(&mut self, values: &[T]) -> Result<()> {
+        let entry = self.entry;
+        let transposed = entry.stack.as_ref().is_some_and(|stack| stack.transposed);
         for values in values.chunks(CHUNK) {
             let mut bytes = std::mem::take(&mut self.buffer);
-            bytes.clear();
-            if !T::encode(values, self.entry.dtype, &mut bytes) {
-                let cause = format!("floats were given for {}", self.entry.dtype);
-                return Err(miswritten(&self.entry.name, cause));
+            if !T::encode(values, entry.dtype, &mut bytes) {
+                let cause = format!("floats were given for {}", entry.dtype);
+                return Err(miswritten(&entry.name, cause));
+            }
+            if transposed {
+                self.buffer = bytes;
+                continue;
             }
             self.write_bytes(&bytes)?;
+            bytes.clear();
             self.buffer = bytes;
+        }
+        // The transpose needs the whole matrix.
+        if let (true, &[rows, columns]) = (self.buffer.len() as u64 == entry.bytes(), &entry.shape[..])
+            && transposed
+        {
+            let bytes = std::mem::take(&mut self.buffer);
+            self.write_bytes(&stack::transposed(&bytes, [rows, columns], entry.dtype.size_bytes()))?;
         }
         Ok(())
     }
 
-    /// Writes the next bytes in the format of the file: little-endian, row by row.
+    /// Writes the next bytes in the format of the file: little-endian, row by row; of a part of a
+    /// transposed stack, column by column.
     ///
     /// # Errors
     /// Storage: the disk is full or fails. Internal: too many bytes.
@@ -454,7 +468,7 @@ mod tests {
     /// The parts of a stack stay in one file, where they have one name and no gap.
     #[test]
     fn parts_of_a_stack_are_one_tensor() {
-        let stack = Some(Arc::new(Stack { name: "experts".into(), shape: vec![2, 3] }));
+        let stack = Some(Arc::new(Stack { name: "experts".into(), shape: vec![2, 3], transposed: false }));
         let part = |name| WriteEntry { stack: stack.clone(), ..entry(name, StoredDtype::BF16, &[3]) };
         let entries = [entry("a", StoredDtype::BF16, &[1]), part("first"), part("second")];
         let sizes: Vec<usize> = split(&entries, 8).iter().map(Vec::len).collect();

@@ -17,6 +17,7 @@ pub mod activation;
 pub mod adamw;
 pub mod adamw_int8;
 pub mod attention;
+pub mod attention_sinks;
 pub mod bench;
 mod case;
 pub mod causal_conv;

@@ -17,6 +17,8 @@ const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 pub enum CodeLayout {
     /// Bytes of the type e4m3 without infinities, row by row.
     E4m3,
+    /// Halves of bytes of the type e2m1, the low half first, row by row.
+    E2m1,
     /// Signed bytes, row by row. Stored zeros are signed bytes `[rows, groups]`.
     I8,
     /// Words of consecutive columns, row by row. Stored zeros are words of consecutive rows,
@@ -37,6 +39,7 @@ pub enum ScaleDtype {
     F32,
     F16,
     BF16,
+    E8m0,
 }
 
 /// The format of a packed matrix.
@@ -107,7 +110,7 @@ struct GroupRun {
 impl PackedFormat {
     /// Returns whether the codes of a row are adjacent.
     fn is_by_rows(&self) -> bool {
-        matches!(self.codes, CodeLayout::E4m3 | CodeLayout::I8 | CodeLayout::RowWords)
+        matches!(self.codes, CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 | CodeLayout::RowWords)
     }
 
     fn codes_per_word(&self) -> usize {
@@ -118,7 +121,7 @@ impl PackedFormat {
     fn zero_index(&self, row: usize, group: usize) -> usize {
         let n = self.codes_per_word();
         match self.codes {
-            CodeLayout::E4m3 | CodeLayout::I8 => row * self.groups + group,
+            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => row * self.groups + group,
             CodeLayout::RowWords => (row / n * self.groups + group) * n + row % n,
             CodeLayout::ColumnWords => group * self.rows + row,
             CodeLayout::InterleavedWords => group * self.rows + row / 8 * 8 + AWQ_POSITIONS[row % 8],
@@ -146,6 +149,10 @@ impl PackedTensor<'_> {
             CodeLayout::E4m3 => by_rows(&area, &scales, out, |row, range| {
                 let start = row * columns;
                 codes[start + range.start..start + range.end].iter().map(|code| E4M3[usize::from(*code)])
+            }),
+            CodeLayout::E2m1 => by_rows(&area, &scales, out, |row, range| {
+                let line = &codes[row * columns.div_ceil(2)..];
+                range.map(move |column| E2M1[usize::from(line[column / 2] >> (column % 2 * 4) & 15)])
             }),
             CodeLayout::I8 => by_rows(&area, &scales, out, |row, range| {
                 let start = row * columns;
@@ -214,6 +221,7 @@ impl PackedTensor<'_> {
             ScaleDtype::F32 => f32::from_bits(word(self.scales, at)),
             ScaleDtype::F16 => f16::from_le_bytes(short()).to_f32(),
             ScaleDtype::BF16 => bf16::from_le_bytes(short()).to_f32(),
+            ScaleDtype::E8m0 => e8m0(self.scales[at]),
         }
     }
 
@@ -282,6 +290,19 @@ fn by_columns<I: Iterator<Item = f32>>(
         }
     }
 }
+
+/// Returns the power of two of an exponent with bias 127; 255 is NaN (OCP MX 1.0).
+fn e8m0(exponent: u8) -> f32 {
+    match exponent {
+        0 => f32::MIN_POSITIVE / 2.0,
+        255 => f32::NAN,
+        other => f32::from_bits(u32::from(other) << 23),
+    }
+}
+
+/// Values of e2m1 (OCP MX 1.0).
+static E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 fn word(bytes: &[u8], at: usize) -> u32 {
     let bytes = &bytes[4 * at..4 * at + 4];
@@ -369,7 +390,7 @@ mod tests {
                 by_groups,
                 listed(3, 16, |group, at| zero(at / 8 * 8 + order[at % 8], group, bits)),
             ),
-            CodeLayout::E4m3 | CodeLayout::I8 => unreachable!("not of words"),
+            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => unreachable!("not of words"),
         };
         let scales = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         [words(&codes, bits), scales, words(&zeros, bits)]

@@ -133,6 +133,7 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::OProj => "attn_output",
         BlockPart::QNorm => "attn_q_norm",
         BlockPart::KNorm => "attn_k_norm",
+        BlockPart::Sinks => "attn_sinks",
         BlockPart::GateProj => "ffn_gate",
         // llama.cpp splits a matrix of this name with twice the rows: the gate is the first half,
         // as here.
@@ -142,7 +143,8 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         // One tensor holds those of all experts.
         BlockPart::ExpertGate(_) => "ffn_gate_exps",
         BlockPart::ExpertUp(_) => "ffn_up_exps",
-        BlockPart::ExpertDown(_) => "ffn_down_exps",
+        BlockPart::ExpertGateUp(_) | BlockPart::ExpertGateUpBias => "ffn_gate_up_exps",
+        BlockPart::ExpertDown(_) | BlockPart::ExpertDownBias => "ffn_down_exps",
         BlockPart::RouterBias => "exp_probs_b",
         BlockPart::SharedGate => "ffn_gate_shexp",
         BlockPart::SharedUp => "ffn_up_shexp",

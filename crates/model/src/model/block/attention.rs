@@ -1,12 +1,12 @@
 //! Softmax attention with rotary positions, forward and backward.
 //!
 //! ```text
-//! y = o_proj(gate? · attention(factor? · rope(norm?(qkv_proj(x)))))
+//! y = o_proj(gate? · attention(factor? · rope(norm?(qkv_proj(x))), sink?))
 //! ```
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
 //! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
-//! of `q_proj` (Qwen3.5). Values may have a norm of each head too, and be the projection to keys
+//! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be the projection to keys
 //! (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes rotated heads, normed
 //! values and gated outputs, which are elementwise.
 
@@ -22,6 +22,7 @@ use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
 use crate::ops::ColumnView;
 use crate::ops::attention::{AttentionOutput, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
 use crate::ops::elementwise::add;
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -38,6 +39,8 @@ pub struct AttentionWeights {
     pub qkv: MergedLinear,
     /// Norms of q and k.
     pub qk_norm: Option<(Param, Param)>,
+    /// The logit of each head that joins its softmax, `[H]`.
+    pub sinks: Option<Param>,
     /// The output projection, `o_proj`.
     pub o: MergedLinear,
 }
@@ -156,17 +159,21 @@ impl AttentionWeights {
         let inputs = self.inputs(&rotated, qkv, values.as_ref());
         let kind = self.mixer.kind();
         let context = pass.context;
-        match cache {
-            None => attention(inputs, context.spans, kind, context.attention),
+        let attended = match cache {
+            None => attention(inputs, context.spans, kind, context.attention)?,
             Some(cache) => {
                 let (k, v, span) = cache.append(inputs.k, inputs.v)?;
                 let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
-                attention(inputs, &[span], kind, context.attention)
+                attention(inputs, &[span], kind, context.attention)?
             }
+        };
+        match &self.sinks {
+            None => Ok(attended),
+            Some(sinks) => attention_sinks(attended, &sinks.value),
         }
     }
 
-    /// Returns the gradient of `qkv` from that of attention's output.
+    /// Returns the gradient of `qkv` from that of attention's output. Adds that of the sinks.
     pub(super) fn attend_backward(
         &self,
         pass: LayerPass<'_>,
@@ -174,6 +181,9 @@ impl AttentionWeights {
         attended: &AttentionOutput,
         dattended: Tensor,
     ) -> Result<TensorMut> {
+        if let Some(Param { value, grad: Some(grad) }) = &self.sinks {
+            attention_sinks_backward(attended, &dattended, value, grad)?;
+        }
         let dqkv = {
             let (rotated, values) = (self.rotate(pass, qkv)?, self.normed_values(pass.config, qkv)?);
             let inputs = self.inputs(&rotated, qkv, values.as_ref());

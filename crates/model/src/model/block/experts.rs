@@ -1,13 +1,15 @@
 //! A mixture of experts, forward and backward.
 //!
 //! ```text
-//! y = Σ_j down_j(w_j · act(gate_j) · up_j)      gate_j, up_j = gate_up_proj_j(x),  j: the experts of a token
+//! y = Σ_j down_j(w_j · act(gate_j) · up_j) + w_j · bias_j?
+//!     gate_j, up_j = gate_up_proj_j(x),  j: the experts of a token
 //! ```
 //!
 //! The rows of an expert's tokens are copied side by side, so that each of its layers is one
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
-//! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order
-//! of the experts. Stored factors may multiply the weights (Gemma 4). Backward recomputes the gated
+//! output: it is linear, and the gradient of a weight then needs no output. `bias_j?` are its
+//! biases (gpt-oss), one product of all experts' weights and biases. Stored factors may multiply
+//! the weights (Gemma 4). Sums run in the order of the experts. Backward recomputes the gated
 //! products and the copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
@@ -28,8 +30,9 @@ use crate::ops::experts::{
     combine_rows, scale_rows, scale_rows_backward,
 };
 use crate::ops::glu::{glu, glu_backward};
-use crate::ops::{Addend, empty};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::converted;
 
 /// The parameters of a mixture of experts, for one use.
 #[derive(Debug, Clone)]
@@ -44,6 +47,8 @@ pub struct ExpertsWeights {
     pub factors: Option<Param>,
     /// The experts, in the order of their numbers.
     pub experts: Vec<ExpertWeights>,
+    /// The biases of the second projections, `[E, D]`, if they have any.
+    pub down_biases: Option<Param>,
     /// The expert of every token.
     pub shared: Option<SharedExpertWeights>,
 }
@@ -238,6 +243,8 @@ impl ExpertsWeights {
             loras[1] = linear::forward_into(down, &product, &y, Addend::Nothing, pass.branch())?;
         }
         drop(product);
+        let biased = self.with_biases(&saved.choice, x, residual)?;
+        let residual = biased.as_ref().or(residual);
         let Some(shared) = &self.shared else {
             return Ok((combine_rows(&y, &saved.rows, residual)?, saved));
         };
@@ -381,10 +388,10 @@ impl ExpertsWeights {
     fn through_down(
         &self,
         saved: &ExpertsSaved,
-        dout: &Tensor,
+        of_tokens: &Tensor,
         source: DropoutSource,
     ) -> Result<(TensorMut, Tensor)> {
-        let (dout, mixer) = (copied(dout, &saved.rows)?, &self.mixer);
+        let (dout, mixer) = (copied(of_tokens, &saved.rows)?, &self.mixer);
         let dproduct = empty(dout.dim(0)?, mixer.width, dout.dtype(), dout.device())?;
         let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let (dy, dx) = (dout.narrow(0, start, len)?, dproduct.narrow(0, start, len)?);
@@ -393,10 +400,55 @@ impl ExpertsWeights {
         let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);
         let dweights = scale_rows_backward(&product, &dproduct, &self.weights(&saved.choice)?, &saved.rows)?;
+        let dweights = self.through_biases(&saved.choice, of_tokens, dweights)?;
         for (pending, RowsOfExpert { start, len, .. }) in pending.into_iter().zip(saved.rows.of_experts()) {
             pending.add(&product.narrow(0, start, len)?.into_tensor())?;
         }
         Ok((dproduct, dweights))
+    }
+
+    /// Returns the biases of the second projections for the tokens of `x`, plus `residual`; `None`
+    /// without biases.
+    fn with_biases(
+        &self,
+        choice: &ExpertChoice,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let Some(biases) = &self.down_biases else { return Ok(None) };
+        let (weights, biases) =
+            (self.weights_of_all(choice, x.dtype())?, converted(&biases.value, x.dtype())?);
+        let y = empty(x.dim(0)?, biases.dim(1)?, x.dtype(), x.device())?;
+        let (a, b) = (ColumnView::all(&weights), ColumnView::all(&biases));
+        let added = residual.map_or(Addend::Nothing, Addend::Matrix);
+        matmul(ColumnViewMut::all(&y), a, b, Transpose::Nn, 1.0, added)?;
+        Ok(Some(y.into_tensor()))
+    }
+
+    /// Adds the gradient of the biases of the second projections, given that of the output, `dout:
+    /// [N, D]`. Returns `dweights`, the gradient of the choice's weights, with the biases' part.
+    fn through_biases(&self, choice: &ExpertChoice, dout: &Tensor, dweights: Tensor) -> Result<Tensor> {
+        let Some(Param { value, grad }) = &self.down_biases else { return Ok(dweights) };
+        let all = ColumnView::all(dout);
+        if let Some(grad) = grad {
+            let weights = self.weights_of_all(choice, dout.dtype())?;
+            // Gradients in bf16 are of a single micro-batch: nothing is added to them.
+            let added = Addend::destination_if(grad.dtype() == DType::F32);
+            let weights = ColumnView::all(&weights);
+            matmul(ColumnViewMut::all(grad), weights, all, Transpose::Tn, 1.0, added)?;
+        }
+        let biases = converted(value, dout.dtype())?;
+        let by_expert = empty(dout.dim(0)?, self.mixer.count, DType::F32, dout.device())?;
+        let biases = ColumnView::all(&biases);
+        matmul(ColumnViewMut::all(&by_expert), all, biases, Transpose::Nt, 1.0, Addend::Nothing)?;
+        Ok((dweights + by_expert.into_tensor().gather(&choice.ids, 1)?)?)
+    }
+
+    /// Returns the weight of each expert for each token, `[N, E]`: 0 if it is not chosen.
+    fn weights_of_all(&self, choice: &ExpertChoice, dtype: DType) -> Result<Tensor> {
+        let shape = (choice.ids.dim(0)?, self.mixer.count);
+        let none = Tensor::zeros(shape, DType::F32, choice.weights.device())?;
+        converted(&none.scatter(&choice.ids, &choice.weights, 1)?, dtype)
     }
 
     /// Makes zeros of the gradients of experts without rows that a micro-batch overwrites.

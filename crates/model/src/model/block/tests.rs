@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 21] = [
+const MODELS: [&str; 22] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -40,6 +40,8 @@ const MODELS: [&str; 21] = [
         "attention_k_eq_v": true, "global_head_dim": 8, "num_global_key_value_heads": 1"#,
     r#""model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 8"#,
+    // Every expert is chosen: one without rows would hold no adapter.
+    r#""model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 3"#,
 ];
 
 fn config(model: &str) -> ModelConfig {

@@ -32,6 +32,8 @@ pub struct Architecture {
     /// The stacks of a block's experts, which checkpoints have instead of a tensor for each expert;
     /// `None`: no checkpoint has stacks.
     pub(in crate::model) stacked_experts: Option<StackedExperts>,
+    /// True if these stacks hold the transpose of each layer.
+    pub(in crate::model) transposes_stacks: bool,
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
 }

@@ -170,6 +170,7 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
         },
         has_bias: is_sigmoid,
         has_f32_logits: is_sigmoid,
+        layer_biases: false,
         width,
         activation: parts::activation(keys)?,
         aux_coefficient: 0.0,

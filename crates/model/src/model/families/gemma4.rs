@@ -80,6 +80,7 @@ fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
         router: Router::softmax(keys.size("top_k_experts", count.min(MOST_CHOSEN))?, true),
         has_bias: false,
         has_f32_logits: false,
+        layer_biases: false,
         width: keys.size("moe_intermediate_size", MOST_WIDE)?,
         activation: mlp.activation,
         aux_coefficient: 0.0,

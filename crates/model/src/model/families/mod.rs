@@ -20,6 +20,7 @@ mod gguf_facts;
 mod glm4;
 mod glm4_moe;
 mod glm4_moe_lite;
+mod gpt_oss;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
@@ -105,6 +106,7 @@ static FAMILIES: &[&Architecture] = &[
     &glm4_moe_lite::GLM4_MOE_LITE,
     &mistral4::MISTRAL4,
     &minimax_m2::MINIMAX_M2,
+    &gpt_oss::GPT_OSS,
 ];
 
 /// Returns all families.

@@ -34,6 +34,7 @@ pub(super) const fn architecture(
         compose,
         module_name: llama_name,
         stacked_experts: None,
+        transposes_stacks: false,
         gguf: GgufFacts::usual(name),
     }
 }
@@ -70,6 +71,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         values: Values::Projected,
         fused: false,
         has_gates: false,
+        has_sinks: false,
     })
 }
 
@@ -132,6 +134,7 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
         router: Router::softmax(chosen, renormalize),
         has_bias: false,
         has_f32_logits: false,
+        layer_biases: false,
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
         aux_coefficient,
@@ -316,6 +319,7 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::LatentKvNorm => "self_attn.kv_a_layernorm",
         BlockPart::QNorm => "self_attn.q_norm",
         BlockPart::KNorm => "self_attn.k_norm",
+        BlockPart::Sinks => "self_attn.sinks",
         BlockPart::GateProj => "mlp.gate_proj",
         BlockPart::UpProj => "mlp.up_proj",
         BlockPart::GateUpProj => "mlp.gate_up_proj",
@@ -324,7 +328,10 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::RouterBias => "mlp.gate.e_score_correction_bias",
         BlockPart::ExpertGate(_) => "mlp.experts.{}.gate_proj",
         BlockPart::ExpertUp(_) => "mlp.experts.{}.up_proj",
+        BlockPart::ExpertGateUp(_) => "mlp.experts.{}.gate_up_proj",
         BlockPart::ExpertDown(_) => "mlp.experts.{}.down_proj",
+        BlockPart::ExpertGateUpBias => "mlp.experts.gate_up_proj_bias",
+        BlockPart::ExpertDownBias => "mlp.experts.down_proj_bias",
         BlockPart::SharedGate => "mlp.shared_expert.gate_proj",
         BlockPart::SharedUp => "mlp.shared_expert.up_proj",
         BlockPart::SharedDown => "mlp.shared_expert.down_proj",

@@ -15,6 +15,7 @@ mod bitsandbytes;
 mod compressed_tensors;
 mod fp8;
 mod gptq;
+mod mxfp4;
 mod reader;
 
 use std::collections::BTreeMap;
@@ -31,8 +32,14 @@ use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// All formats; the only registry.
-static FORMATS: [&dyn CheckpointFormat; 5] =
-    [&bitsandbytes::Bitsandbytes, &fp8::Fp8, &gptq::Gptq, &awq::Awq, &compressed_tensors::CompressedTensors];
+static FORMATS: [&dyn CheckpointFormat; 6] = [
+    &bitsandbytes::Bitsandbytes,
+    &fp8::Fp8,
+    &gptq::Gptq,
+    &awq::Awq,
+    &compressed_tensors::CompressedTensors,
+    &mxfp4::Mxfp4,
+];
 
 /// Returns whether a tensor of this name belongs to the quantized weight of another.
 pub(super) fn is_companion(name: &str) -> bool {

@@ -1,14 +1,19 @@
 //! Attention over packed rows, forward and backward, measured by its products.
 
+use candle_core::DType;
+
 use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
-use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::attention::{
+    AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
+};
+use crate::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
 use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
-    vec![attention_forward(shapes), attention_gradients(shapes)]
+    vec![attention_forward(shapes), attention_gradients(shapes), sunk(shapes), sunk_gradients(shapes)]
 }
 
 /// Returns rows of at most `max_seq_len` tokens, end to end.
@@ -80,10 +85,41 @@ fn attention_gradients(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
+fn sinks_shape(shapes: &BenchShapes) -> String {
+    let Heads { num_heads, head_dim, .. } = shapes.widths.heads;
+    format!("{}, {num_heads} heads of {head_dim}", shapes.tokens)
+}
+
+/// Returns an output of attention, whose tensors an operation may overwrite.
+fn attended(inputs: &BenchInputs<'_>, n: usize, heads: Heads) -> Result<AttentionOutput> {
+    let out = inputs.normal(1.0, (n, heads.q_width()))?.into_tensor();
+    Ok(AttentionOutput { out, lse: inputs.normal_as(DType::F32, 1.0, (heads.num_heads, n))?.into_tensor() })
+}
+
+/// Times the sinks in place: from the second run on, the values shrink.
+fn sunk(shapes: &BenchShapes) -> TimedOp {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let what = ("attention_sinks", sinks_shape(shapes), shapes.dtype);
+    TimedOp::moving(shapes.bytes(2 * n * heads.q_width()), what, move |inputs| {
+        let sinks = inputs.normal(1.0, heads.num_heads)?;
+        let sets = inputs.sets(|_| attended(inputs, n, heads))?;
+        sets.calls(move |given| attention_sinks(given.clone(), &sinks).map(drop))
+    })
+}
+
+fn sunk_gradients(shapes: &BenchShapes) -> TimedOp {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let what = ("attention_sinks_backward", sinks_shape(shapes), shapes.dtype);
+    TimedOp::moving(shapes.bytes(2 * n * heads.q_width()), what, move |inputs| {
+        let (sinks, d) = (inputs.normal(1.0, heads.num_heads)?, inputs.zeros(heads.num_heads)?);
+        let sets =
+            inputs.sets(|_| Ok((attended(inputs, n, heads)?, inputs.normal(1.0, (n, heads.q_width()))?)))?;
+        sets.calls(move |(given, dout)| attention_sinks_backward(given, dout, &sinks, &d))
+    })
+}
+
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
-
     use super::*;
     use crate::ops::bench::{ModelWidths, OpWork};
 

@@ -9,7 +9,8 @@ use crate::ops::case::{OpCase, TensorPair, Tolerance};
 /// Returns the cases of all activations.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
+    let all = [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid, Activation::ClampedSilu];
+    for activation in all {
         for (spread, size) in [(1.0, "values about 1"), (20.0, "values about 20")] {
             cases.extend(shaped(&format!("{activation:?}, {size}"), activation, spread, (13, 37)));
         }

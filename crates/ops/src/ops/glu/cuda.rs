@@ -36,6 +36,8 @@ pub(super) fn forward(driver: &dyn Driver, gate_up: &Tensor, activation: Activat
         (Activation::GeluTanh, _) => launch!(glu_gelu_f32),
         (Activation::Sigmoid, DType::BF16) => launch!(glu_sigmoid_bf16),
         (Activation::Sigmoid, _) => launch!(glu_sigmoid_f32),
+        (Activation::ClampedSilu, DType::BF16) => launch!(glu_clamped_bf16),
+        (Activation::ClampedSilu, _) => launch!(glu_clamped_f32),
     }
     Ok(h.into_tensor())
 }
@@ -61,6 +63,8 @@ pub(super) fn backward(
         (Activation::GeluTanh, _) => launch!(glu_gelu_backward_f32),
         (Activation::Sigmoid, DType::BF16) => launch!(glu_sigmoid_backward_bf16),
         (Activation::Sigmoid, _) => launch!(glu_sigmoid_backward_f32),
+        (Activation::ClampedSilu, DType::BF16) => launch!(glu_clamped_backward_bf16),
+        (Activation::ClampedSilu, _) => launch!(glu_clamped_backward_f32),
     }
     Ok(d.into_tensor())
 }

@@ -8,6 +8,7 @@ use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::error::{Error, Result};
 use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
+use crate::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
 use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
@@ -90,7 +91,10 @@ fn attention_of_nothing() -> Result<()> {
     let [q, k, v] = [&q, &k, &v].map(ColumnView::all);
     let qkv = Qkv { q, k, v };
     let attended = attention(qkv, &[], kind, Attention::Flash)?;
-    attention_backward(qkv, &attended, &dout, &[], kind, Attention::Flash).map(drop)
+    attention_backward(qkv, &attended, &dout, &[], kind, Attention::Flash)?;
+    let sinks = gain(2)?;
+    let attended = attention_sinks(attended, &sinks)?;
+    attention_sinks_backward(&attended, &dout, &sinks, &gain(2)?)
 }
 
 fn tables(dtype: DType) -> Result<()> {

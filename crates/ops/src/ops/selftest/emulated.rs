@@ -44,6 +44,8 @@ fn every_op_passes() {
         "add_bias",
         "add_column_sums",
         "add_into",
+        "attention_sinks_bf16_f32",
+        "attention_sinks_partial_f32",
         "sum_partials",
         "column_products",
         "columns_of_backward",
@@ -68,6 +70,7 @@ fn every_op_passes() {
         "gated_norm_backward",
         "gated_norm_gain_partial",
         "gather_rows_bf16",
+        "glu_clamped_backward",
         "glu_gelu_backward",
         "glu_sigmoid",
         "glu_silu",
@@ -156,7 +159,8 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             layer_norm_backward(&x.here, norm, &dy.here, None, grads, Some(&normed))?;
             check("layer_norm", &normed, &layer_norm(&x.here, norm)?)?;
         }
-        for activation in [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid] {
+        let all = [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid, Activation::ClampedSilu];
+        for activation in all {
             let dh = runner.normal("dh", (5, width / 2))?.here;
             glu_backward(&x.here, &dh, activation)?;
             check("glu", &dh, &glu(&x.here, activation)?)?;

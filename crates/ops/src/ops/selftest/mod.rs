@@ -21,8 +21,9 @@ pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
-    activation, adamw, adamw_int8, attention, causal_conv, cross_entropy, dora, dropout, elementwise,
-    embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_quantized, rms_norm, rotary,
+    activation, adamw, adamw_int8, attention, attention_sinks, causal_conv, cross_entropy, dora, dropout,
+    elementwise, embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_quantized,
+    rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -42,6 +43,7 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     dropout::cases::cases,
     elementwise::cases::cases,
     attention::cases::cases,
+    attention_sinks::cases::cases,
     causal_conv::cases::cases,
     gated_delta::cases::cases,
     gated_norm::cases::cases,

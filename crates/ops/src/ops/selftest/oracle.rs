@@ -8,6 +8,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 use crate::error::Result;
 use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::attention_sinks;
 use crate::ops::case::TensorPair;
 use crate::ops::causal_conv;
 use crate::ops::causal_conv::cases::packed;
@@ -211,12 +212,65 @@ fn gated_products() -> Result<()> {
                     ((&gate + (gate.powf(3.0)? * 0.044_715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
                 ((inner.tanh()? + 1.0)? * (&gate * 0.5)?)?
             }
-            Activation::Sigmoid => (gate.neg()?.exp()? + 1.0)?.recip()?,
+            Activation::Sigmoid | Activation::ClampedSilu => (gate.neg()?.exp()? + 1.0)?.recip()?,
         };
         let h = (act * up)?;
         close("h", &glu::reference(&x, activation)?, &h)?;
         let [want] = pulled(&h, &dh, [&x])?;
         close("dgate_up", &glu::reference_backward(&x, &dh, activation)?, &want)?;
+    }
+    Ok(())
+}
+
+/// Some gates and ups are outside their limits, where the tape's minimum and maximum have slope 0.
+#[test]
+fn clamped_products() -> Result<()> {
+    let x = Var::from_tensor(&(normal("gate_up", (9, 24))? * 6.0)?)?;
+    let dh = normal("dh", (9, 12))?;
+    let pairs = x.reshape((9, 12, 2))?;
+    let limit = Tensor::full(glu::CLAMP, (9, 12), &Device::Cpu)?;
+    let gate = pairs.narrow(2, 0, 1)?.squeeze(2)?.minimum(&limit)?;
+    let up = pairs.narrow(2, 1, 1)?.squeeze(2)?.minimum(&limit)?.maximum(&limit.neg()?)?;
+    let s = ((&gate * -1.702)?.exp()? + 1.0)?.recip()?;
+    let h = ((up + 1.0)? * (gate * s)?)?;
+    close("h", &glu::reference(&x, Activation::ClampedSilu)?, &h)?;
+    let [want] = pulled(&h, &dh, [&x])?;
+    close("dgate_up", &glu::reference_backward(&x, &dh, Activation::ClampedSilu)?, &want)
+}
+
+/// Attention with sinks is a softmax with one more key, whose value is 0.
+#[test]
+fn sinks_of_attention() -> Result<()> {
+    let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 };
+    let kind = AttentionKind { heads, scale: 0.3, softcap: None, window: Some(5) };
+    let (x, sinks) = (var("qkv", (20, heads.qkv_width()))?, var("sinks", 4)?);
+    let dout = normal("dout", (20, heads.q_width()))?;
+    let column = |at: usize| -> Result<Tensor> { Ok(x.narrow(1, at, 8)?.contiguous()?) };
+    let mask: Vec<f32> = (0..400)
+        .map(|i| (i / 20, i % 20))
+        .map(|(q, k)| if k <= q && k + 5 > q { 0.0 } else { -1e30 })
+        .collect();
+    let mask = Tensor::from_vec(mask, (20, 20), &Device::Cpu)?;
+    let head = |h: usize| -> Result<Tensor> {
+        let (q, k, v) = (column(h * 8)?, column(32 + h / 2 * 8)?, column(48 + h / 2 * 8)?);
+        let e = ((q.matmul(&k.t()?)? * 0.3)? + &mask)?.exp()?;
+        let sink = sinks.narrow(0, h, 1)?.exp()?;
+        Ok(e.matmul(&v)?.broadcast_div(&e.sum_keepdim(1)?.broadcast_add(&sink)?)?)
+    };
+    let out = Tensor::cat(&(0..4).map(head).collect::<Result<Vec<_>>>()?, 1)?;
+    let [want, want_dsinks] = pulled(&out, &dout, [&x, &sinks])?;
+    let range = |start, len| ColumnView { tensor: &x, start, len };
+    let qkv = Qkv { q: range(0, 32), k: range(32, 16), v: range(48, 16) };
+    let spans = [Span::sequence(0, 20)];
+    for algorithm in [Attention::Flash, Attention::Eager] {
+        let plain = attention(qkv, &spans, kind, algorithm)?;
+        let attended = attention_sinks::reference(&plain, &sinks)?;
+        close("out", &attended.out, &out)?;
+        let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm)?;
+        close("dqkv", &d, &want)?;
+        let dsinks = zeros(4)?;
+        attention_sinks::reference_backward(&attended, &dout, &sinks, &dsinks)?;
+        close("dsinks", &dsinks, &want_dsinks)?;
     }
     Ok(())
 }

@@ -13,6 +13,7 @@ use proptest::test_runner::RngSeed;
 
 use super::CaseOutcome;
 use crate::ops::adamw::AdamWStep;
+use crate::ops::attention_sinks::cases::SinksCase;
 use crate::ops::case::{OpCase, Tolerance};
 use crate::ops::causal_conv::cases::ConvCase;
 use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
@@ -158,7 +159,9 @@ proptest! {
 
     #[test]
     fn gates(
-        activation in select(&[Activation::Silu, Activation::GeluTanh, Activation::Sigmoid][..]),
+        activation in select(
+            &[Activation::Silu, Activation::GeluTanh, Activation::Sigmoid, Activation::ClampedSilu][..]
+        ),
         spread in select(&[1.0, 20.0][..]),
         (rows, half, run) in (1..40_usize, widths(8), runs()),
     ) {
@@ -241,6 +244,14 @@ proptest! {
     ) {
         let case = ConvCase { lengths, gap, channels, taps: 4, margin, trained };
         check(case.cases(""), run, "causal_conv")?;
+    }
+
+    #[test]
+    fn sinks(
+        (rows, heads, width) in (1..90_usize, 1..20_usize, widths(1)),
+        (f32_sinks, run) in (any::<bool>(), runs()),
+    ) {
+        check(SinksCase { rows, heads, width, f32_sinks }.cases(""), run, "attention_sinks")?;
     }
 
     #[test]

@@ -1,0 +1,64 @@
+//! gpt-oss (20B, 120B): a learned logit of each head in attention's softmax, windows on every second
+//! layer, and experts with biases whose gates and ups alternate.
+
+use super::architecture::{Architecture, Composition, StackedExperts};
+use super::gguf_facts::GgufFacts;
+use super::parts::{self, ExpertKeys};
+use super::sizes::ModelSizes;
+use crate::error::Result;
+use crate::model::block_part::BlockPart;
+use crate::model::composition::{AttentionMixer, BlockConfig, Experts};
+use crate::model::config_reader::{ConfigReader, refused};
+use crate::ops::glu::{Activation, CLAMP, SIGMOID_FACTOR};
+
+/// A softmax over the chosen logits alone is one over all, renormalized.
+const EXPERTS: ExpertKeys =
+    ExpertKeys { chosen: 4, count: 128, width: "intermediate_size", renormalize: true, aux_coefficient: 0.9 };
+
+pub(super) static GPT_OSS: Architecture = Architecture {
+    head_dim: Some(64),
+    module_name,
+    stacked_experts: Some(StackedExperts {
+        gate_up: "mlp.experts.gate_up_proj",
+        down: "mlp.experts.down_proj",
+    }),
+    transposes_stacks: true,
+    gguf: GgufFacts::NONE,
+    ..parts::architecture("gpt_oss", &["gpt_oss"], compose)
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let computed = [("swiglu_limit", CLAMP, "7"), ("swiglu_alpha", SIGMOID_FACTOR, "1.702")];
+    for (key, value, accepted) in computed {
+        let found = keys.f64_or(key, value.into())?;
+        if found as f32 != value {
+            return Err(refused(key, found, accepted));
+        }
+    }
+    let bias = keys.bool_or("attention_bias", true)?;
+    let window = parts::window(keys, Some(128))?;
+    let attention =
+        AttentionMixer { qkv_bias: bias, o_bias: bias, has_sinks: true, ..parts::attention(keys, sizes)? };
+    // The key `hidden_act` is silu; the gate clamps it.
+    parts::activation(keys)?;
+    let experts = Experts {
+        activation: Activation::ClampedSilu,
+        layer_biases: true,
+        ..parts::experts(keys, &EXPERTS)?
+    };
+    let sliding = parts::sliding_layers(keys, sizes, |layer| layer % 2 == 0)?;
+    let block = |slides: bool| {
+        let window = window.filter(|_| slides);
+        BlockConfig::pre_norm(AttentionMixer { window, ..attention }, experts)
+    };
+    let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 150_000.0)?)?;
+    let blocks = sliding.into_iter().map(block).collect();
+    parts::with_eps(keys, parts::llama_like(keys, blocks, rope)?, 1e-5)
+}
+
+fn module_name(part: BlockPart) -> &'static str {
+    match part {
+        BlockPart::Router => "mlp.router",
+        other => parts::llama_name(other),
+    }
+}
