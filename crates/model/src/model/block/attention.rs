@@ -6,9 +6,10 @@
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
 //! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
-//! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be the projection to keys
-//! (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes rotated heads, normed
-//! values and gated outputs, which are elementwise.
+//! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have
+//! a norm of each head too, and be the projection to keys (Gemma 4), whose columns then stand twice
+//! in `qkv`. Backward recomputes rotated heads, normed values and gated outputs, which are
+//! elementwise.
 
 use std::ops::Range;
 
