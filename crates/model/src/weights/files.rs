@@ -18,9 +18,10 @@ use super::readers::ModelReader;
 use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
+use super::transpose::decode_transposed;
 use super::{
     INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf, header, index,
-    packed, sidecar_files, stack, tensor_names,
+    packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -509,7 +510,7 @@ impl ModelFiles {
             return self.shards[info.shard].check_length();
         }
         let decoded = if info.is_transposed() {
-            stack::decode_transposed(self.stored(name, info.shard, &info.range)?, info, start, out)
+            decode_transposed(self.stored(name, info.shard, &info.range)?, info, start, out)
         } else {
             let size = info.dtype.size_bytes();
             let first = info.range.start + start * size;
