@@ -214,7 +214,9 @@ fn channel_mixer(
             up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
         }),
-        ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(experts(mixer, linears, optional)?),
+        ChannelMixer::Experts(mixer) => {
+            ChannelMixerWeights::Experts(Box::new(experts(mixer, linears, optional)?))
+        }
     })
 }
 

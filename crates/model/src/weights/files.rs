@@ -450,8 +450,8 @@ impl ModelFiles {
         })
     }
 
-    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned; of a part
-    /// of a transposed stack, column by column.
+    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned; of a
+    /// part of a transposed stack, column by column.
     ///
     /// # Errors
     /// User: tensor `name` does not exist, or it is quantized, so that its values are in several

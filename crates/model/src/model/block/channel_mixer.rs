@@ -19,7 +19,7 @@ pub enum ChannelMixerWeights {
     /// An MLP without a gate.
     PlainMlp(PlainMlpWeights),
     /// A mixture of experts.
-    Experts(ExpertsWeights),
+    Experts(Box<ExpertsWeights>),
 }
 
 impl ChannelMixerWeights {
