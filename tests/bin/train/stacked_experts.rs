@@ -173,11 +173,15 @@ fn transposed_stacks_train_over_nf4_and_whole() {
     assert_eq!(train(&place, "nf4", "of-nf4", &sets[..2]), train(&place, "stacked", "of-bf16", &sets));
     place
         .said(&["quantize", "--model", "stacked", "--kind", "nf4", "--skip", "experts", "--output", "mixed"]);
-    assert_eq!(train(&place, "stacked", "a", &[]).len(), 2);
+    // In bf16, two steps are lost in rounding.
+    place.said(&["export", "--model", "stacked", "--format", "hf", "--type", "f32", "--output", "wide"]);
+    assert_eq!(train(&place, "stacked", "full", &["checkpoint.output_dtype=f32"]).len(), 2);
     let [base, trained] =
-        ["stacked", "a"].map(|folder| tensors(&place.path(folder).join("model.safetensors")));
+        ["wide", "full"].map(|folder| tensors(&place.path(folder).join("model.safetensors")));
     assert_eq!(shapes(&trained), shapes(&base));
-    assert!(base.keys().all(|name| trained[name] != base[name]));
+    for name in base.keys() {
+        assert!(trained[name] != base[name], "{name}");
+    }
 }
 
 /// A step with NaNs, which the embedding of one token has, begins again from a checkpoint's stacks.

@@ -307,8 +307,8 @@ pub struct PlainMlp {
     pub bias: bool,
 }
 
-/// A mixture of experts: gated MLPs, of which a router chooses a few for each token, and perhaps one
-/// for all tokens.
+/// A mixture of experts: gated MLPs, of which a router chooses a few for each token, and perhaps
+/// one for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// The number of experts, E.

@@ -18,9 +18,10 @@ use super::readers::ModelReader;
 use super::shard::{RangeReader, Shard};
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
+use super::transpose::decode_transposed;
 use super::{
     INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf, header, index,
-    packed, sidecar_files, stack, tensor_names,
+    packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -449,8 +450,8 @@ impl ModelFiles {
         })
     }
 
-    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned; of a part
-    /// of a transposed stack, column by column.
+    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned; of a
+    /// part of a transposed stack, column by column.
     ///
     /// # Errors
     /// User: tensor `name` does not exist, or it is quantized, so that its values are in several
@@ -509,7 +510,7 @@ impl ModelFiles {
             return self.shards[info.shard].check_length();
         }
         let decoded = if info.is_transposed() {
-            stack::decode_transposed(self.stored(name, info.shard, &info.range)?, info, start, out)
+            decode_transposed(self.stored(name, info.shard, &info.range)?, info, start, out)
         } else {
             let size = info.dtype.size_bytes();
             let first = info.range.start + start * size;

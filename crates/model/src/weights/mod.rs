@@ -35,7 +35,9 @@ mod summary;
 mod tensor_info;
 mod tensor_names;
 pub mod text_config;
+mod transpose;
 mod unfinished;
+mod unstack;
 mod write;
 
 pub use crate::stored_dtype::{StoredDtype, StoredElement};

@@ -15,7 +15,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::stack::{self, Stack};
+use super::stack::Stack;
+use super::transpose::transposed;
 use super::unfinished::{Unfinished, names_in, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
@@ -79,14 +80,14 @@ impl TensorSink<'_> {
     /// floats.
     pub fn write_values<T: StoredElement>(&mut self, values: &[T]) -> Result<()> {
         let entry = self.entry;
-        let transposed = entry.stack.as_ref().is_some_and(|stack| stack.transposed);
+        let is_transposed = entry.stack.as_ref().is_some_and(|stack| stack.transposed);
         for values in values.chunks(CHUNK) {
             let mut bytes = std::mem::take(&mut self.buffer);
             if !T::encode(values, entry.dtype, &mut bytes) {
                 let cause = format!("floats were given for {}", entry.dtype);
                 return Err(miswritten(&entry.name, cause));
             }
-            if transposed {
+            if is_transposed {
                 self.buffer = bytes;
                 continue;
             }
@@ -96,10 +97,10 @@ impl TensorSink<'_> {
         }
         // The transpose needs the whole matrix.
         if let (true, &[rows, columns]) = (self.buffer.len() as u64 == entry.bytes(), &entry.shape[..])
-            && transposed
+            && is_transposed
         {
             let bytes = std::mem::take(&mut self.buffer);
-            self.write_bytes(&stack::transposed(&bytes, [rows, columns], entry.dtype.size_bytes()))?;
+            self.write_bytes(&transposed(&bytes, [rows, columns], entry.dtype.size_bytes()))?;
         }
         Ok(())
     }

@@ -21,7 +21,8 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, update, update_in_f32, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Returns the output of attention with `sinks: [H]`, given that without them; in place.
+/// Returns the output of attention with `sinks: [H]` in any dtype of floats, given that without
+/// them; in place.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous or of floating-point values, or an operation of the device

@@ -1,5 +1,5 @@
-//! gpt-oss (20B, 120B): a learned logit of each head in attention's softmax, windows on every second
-//! layer, and experts with biases whose gates and ups alternate.
+//! gpt-oss (20B, 120B): a learned logit of each head in attention's softmax, windows on every
+//! second layer, and experts with biases whose gates and ups alternate.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;

@@ -1,6 +1,6 @@
-//! Checkpoints in MXFP4 (`quant_method` "mxfp4": gpt-oss): `X_blocks` of bytes with two values in e2m1,
-//! and `X_scales` with an exponent for each 32 values of a row. `X` is the stack of a layer of all
-//! experts, `[E, in, out]` before quantization; the blocks hold the rows of `[E, out, in]`.
+//! Checkpoints in MXFP4 (`quant_method` "mxfp4": gpt-oss): `X_blocks` of bytes with two values in
+//! e2m1, and `X_scales` with an exponent for each 32 values of a row. `X` is the stack of a layer
+//! of all experts, `[E, in, out]` before quantization; the blocks hold the rows of `[E, out, in]`.
 
 use super::reader::{CheckpointFormat, ReadWeight, Settings, StoredWeight, expect};
 use crate::error::Result;
