@@ -326,7 +326,7 @@ fn formats_of_others() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
-      caused by: `quantization_config.quant_method` is "hqq"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors"
+      caused by: `quantization_config.quant_method` is "hqq"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"
     hint: give the model that was not quantized
     "#);
 }
