@@ -142,7 +142,9 @@ fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
         let rows = quoted_for_shell(&rows.to_string());
         commands.push(format!("finetune eval --model {result} --recipe {recipe} --dataset {rows}"));
     }
-    commands.push(format!("finetune export --model {model} --format gguf --output {}", beside(".gguf")));
+    if !plan.base.config.family.gguf.architecture.is_empty() {
+        commands.push(format!("finetune export --model {model} --format gguf --output {}", beside(".gguf")));
+    }
     commands
 }
 

@@ -134,3 +134,20 @@ fn a_resumed_run_leaves_the_dtypes_of_its_base() {
         assert!(whole == resumed, "{name}");
     }
 }
+
+/// Weights that do not move have the same gradients in each step, also those of parameters that are
+/// no matrix of a linear layer: nothing is left of the step before.
+#[test]
+fn gradients_begin_anew_in_each_step() {
+    for model in ["tiny-llama", "tiny-qwen3-5", "tiny-gpt-oss", "tiny-gemma4-moe", "tiny-deepseek-v3"] {
+        let place = Place::with_model(model);
+        let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+        place.write("rows.jsonl", rows.lines().next().unwrap());
+        train(&place, "out", &[NONE, "optimizer.learning_rate=1e-12", "train.max_steps=4"]);
+        let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+        let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let norms: Vec<f64> = entries.filter_map(|entry| entry["grad_norm"].as_f64()).collect();
+        assert_eq!(norms.len(), 4);
+        assert!(norms.iter().all(|norm| (norm / norms[0] - 1.0).abs() < 1e-4), "{model}: {norms:?}");
+    }
+}

@@ -244,14 +244,16 @@ impl Bucket {
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
 
-    /// Sets the kept gradients to zero, except for matrices whose gradients backward overwrites.
+    /// Sets the kept gradients to zero, except for those that one product of backward overwrites:
+    /// the weights of linear layers and the token tables. Others get sums.
     pub(super) fn zero_gradients(&self) -> Result<()> {
         let Some(grad) = &self.grad else { return Ok(()) };
         if !self.keeps_bf16_gradients() || self.rounds_from_f32() {
             return zero(grad);
         }
-        let vectors = self.entries.iter().filter(|entry| entry.desc.global_shape().len() == 1);
-        let mut runs = vectors.map(|entry| grad.narrow(0, entry.start, entry.range().len()));
+        let is_product = |desc: &ParamDesc| desc.global_shape().len() == 2 && desc.name.ends_with(".weight");
+        let sums = self.entries.iter().filter(|entry| !is_product(&entry.desc));
+        let mut runs = sums.map(|entry| grad.narrow(0, entry.start, entry.range().len()));
         runs.try_for_each(|run| zero(&run?))
     }
 

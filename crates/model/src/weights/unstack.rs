@@ -10,7 +10,8 @@ impl ModelFiles {
     /// Replaces the tensor of `stack` by its parts. Does nothing if no tensor has its name.
     ///
     /// # Errors
-    /// User: the tensor has another shape or is quantized, or a part is stored too.
+    /// User: the tensor has another shape, is quantized to another format than mxfp4, or a part is
+    /// stored too.
     pub(crate) fn unstack(&mut self, StackParts { stack, parts }: StackParts) -> Result<()> {
         let Some(info) = self.tensors.remove(&stack.name) else { return Ok(()) };
         let refused = |cause: String| {

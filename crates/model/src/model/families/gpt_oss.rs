@@ -1,6 +1,8 @@
 //! gpt-oss (20B, 120B): a learned logit of each head in attention's softmax, windows on every
 //! second layer, and experts with biases whose gates and ups alternate.
 
+use serde_json::json;
+
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;
 use super::parts::{self, ExpertKeys};
@@ -9,11 +11,17 @@ use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, Experts};
 use crate::model::config_reader::{ConfigReader, refused};
+use crate::model::rope::Rope;
 use crate::ops::glu::{Activation, CLAMP, SIGMOID_FACTOR};
 
 /// A softmax over the chosen logits alone is one over all, renormalized.
-const EXPERTS: ExpertKeys =
-    ExpertKeys { chosen: 4, count: 128, width: "intermediate_size", renormalize: true, aux_coefficient: 0.9 };
+const EXPERTS: ExpertKeys = ExpertKeys {
+    chosen: 4,
+    count: 128,
+    width: "intermediate_size",
+    renormalize: true,
+    aux_coefficient: 0.001,
+};
 
 pub(super) static GPT_OSS: Architecture = Architecture {
     head_dim: Some(64),
@@ -39,8 +47,9 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let window = parts::window(keys, Some(128))?;
     let attention =
         AttentionMixer { qkv_bias: bias, o_bias: bias, has_sinks: true, ..parts::attention(keys, sizes)? };
-    // The key `hidden_act` is silu; the gate clamps it.
-    parts::activation(keys)?;
+    if let Some(found) = keys.opt_str("hidden_act")?.filter(|found| !["silu", "swish"].contains(found)) {
+        return Err(refused("hidden_act", format!("\"{found}\""), "silu, which the gate clamps"));
+    }
     let experts = Experts {
         activation: Activation::ClampedSilu,
         layer_biases: true,
@@ -51,7 +60,13 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
         let window = window.filter(|_| slides);
         BlockConfig::pre_norm(AttentionMixer { window, ..attention }, experts)
     };
-    let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 150_000.0)?)?;
+    // The default of transformers 5.24, `GptOssConfig`.
+    let default = json!({
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+        "original_max_position_embeddings": 4096
+    });
+    let scaling = parts::rope_scaling(keys)?.map_or_else(|| ConfigReader::new(&default), Ok)?;
+    let rope = Rope::read(Some(&scaling), &parts::rope_context(keys, sizes, 150_000.0)?)?;
     let blocks = sliding.into_iter().map(block).collect();
     parts::with_eps(keys, parts::llama_like(keys, blocks, rope)?, 1e-5)
 }
