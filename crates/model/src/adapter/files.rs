@@ -217,12 +217,21 @@ impl SavedAdapter {
             self.files.read_part(&name, start, out)?;
             return self.check_finite(&name, out);
         };
-        let mut done = 0;
-        while done < out.len() {
+        let stored = self.files.bytes(&part.name)?;
+        let size = part.info.dtype.size_bytes();
+        let mut gathered = Vec::with_capacity(out.len() * size);
+        while gathered.len() < out.len() * size {
+            let done = gathered.len() / size;
             let (place, run) = part.place(start + done);
-            let end = out.len().min(done + run);
-            self.files.read_part(&part.name, place, &mut out[done..end])?;
-            done = end;
+            let end = place + run.min(out.len() - done);
+            let values = stored.get(place * size..end * size);
+            let outside = || Error::internal(format!("a part of `{}` is outside it", part.name));
+            gathered.extend_from_slice(values.ok_or_else(outside)?);
+        }
+        if !T::decode(&gathered, part.info.dtype, out) {
+            let (name, dtype) = (&part.name, part.info.dtype);
+            return Err(Error::user(format!("cannot read adapter {}", self.folder().display()))
+                .because(format!("tensor `{name}` has dtype {dtype}; accepted: F32, F16, BF16, F64")));
         }
         self.check_finite(&part.name, out)
     }
