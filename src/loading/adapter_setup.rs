@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::model::{self, BlockLayout, ModelConfig};
 use crate::parallel::{Adapters, LoraSpec};
 use crate::recipe::{self, AdapterInit, AdapterKind};
-use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
+use crate::weights::{ClassNames, EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// An adapter on a model: its modules, settings and first values.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl AdapterSetup {
         tokens: &[u32],
     ) -> Result<Self> {
         let modules = model::modules(model);
-        let mut spec = spec_of(recipe);
+        let mut spec = spec_of(recipe, model.family.class_names);
         let targets = adapter::resolve(&spec, &modules)?;
         refuse_dora_on_tables(&spec, &targets)?;
         refuse_dropout_on_experts(recipe.lora_dropout, &targets, model)?;
@@ -202,8 +202,10 @@ impl AdapterSetup {
     }
 }
 
-pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
-    TargetSpec {
+/// Returns the settings of a recipe that depend on names of modules, for a model whose class has
+/// the names `class`.
+pub(crate) fn spec_of(recipe: &recipe::AdapterSection, class: &ClassNames) -> TargetSpec {
+    let spec = TargetSpec {
         target_modules: match &recipe.target_modules {
             recipe::TargetModules::AllLinear => ModulePattern::AllLinear,
             recipe::TargetModules::Named(names) => ModulePattern::Named(NamePattern::List(names.clone())),
@@ -220,7 +222,8 @@ pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
         rank_pattern: recipe.rank_pattern.0.clone(),
         alpha_pattern: recipe.alpha_pattern.0.clone(),
         ..TargetSpec::default()
-    }
+    };
+    spec.translated(|name| class.usual(name))
 }
 
 /// Refuses dropout on experts. A mask belongs to a token and not to its row, which depends on the

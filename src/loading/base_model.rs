@@ -217,7 +217,10 @@ impl BaseModel {
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
             head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
-            kept: files.as_ref().map(|files| files.kept().clone()).unwrap_or_default(),
+            kept: files.as_ref().map_or_else(
+                || KeptTensors::default().named_by(config.family.class_names),
+                |files| files.kept().clone(),
+            ),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
             found,
             config,

@@ -13,7 +13,7 @@ use crate::adapter::{self, ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, Module};
 use crate::recipe::{self, AdapterKind, Patterns, Recipe};
-use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
+use crate::weights::{ClassNames, EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The recipe's section.
 const SECTION: &str = "adapter";
@@ -47,7 +47,7 @@ impl AdapterSetup {
         tokens: &[u32],
     ) -> Result<Self> {
         let mut adapter_setup = Self::saved_in(folder, model)?;
-        let used = settings(recipe, &adapter_setup, folder, &model::modules(model))?;
+        let used = settings(recipe, &adapter_setup, folder, model)?;
         adapter_setup.check_trains(&recipe.model.new_tokens, tokens)?;
         adapter_setup.config.lora_dropout = used.lora_dropout;
         refuse_dropout_on_experts(used.lora_dropout, &adapter_setup.targets, model)?;
@@ -71,7 +71,7 @@ impl AdapterSetup {
     }
 }
 
-/// Returns the effective `[adapter]` for the adapter `saved` in `folder`, on a model of `modules`.
+/// Returns the effective `[adapter]` for the adapter `saved` in `folder`, on `model`.
 ///
 /// # Errors
 /// The user's: keys in the recipe contradict the adapter, or name missing modules.
@@ -79,12 +79,13 @@ fn settings(
     recipe: &Recipe,
     saved: &AdapterSetup,
     folder: &Path,
-    modules: &[Module],
+    model: &ModelConfig,
 ) -> Result<recipe::AdapterSection> {
+    let (modules, class) = (&model::modules(model)[..], model.family.class_names);
     let said = recipe.adapter.clone().unwrap_or_default();
     let found = in_words_of_the_recipe(&said, saved, modules);
     let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
-    let compared = Compared { said: &said, found: &found, is_written: &is_written, saved, modules };
+    let compared = Compared { said: &said, found: &found, is_written: &is_written, saved, modules, class };
     let (mut used, mut contradictions) = (said.clone(), Vec::new());
     for (key, take) in KEYS {
         if !is_written(key) {
@@ -131,6 +132,8 @@ struct Compared<'a> {
     is_written: &'a dyn Fn(&str) -> bool,
     saved: &'a AdapterSetup,
     modules: &'a [Module],
+    /// The names of the model's class.
+    class: &'a ClassNames,
 }
 
 impl Compared<'_> {
@@ -142,11 +145,11 @@ impl Compared<'_> {
             "r" => said.r == found.r,
             "lora_alpha" => said.lora_alpha == found.lora_alpha,
             "use_rslora" => said.use_rslora == found.use_rslora,
-            "target_modules" => self.names_the_targets(spec_of(said).target_modules)?,
+            "target_modules" => self.names_the_targets(spec_of(said, self.class).target_modules)?,
             "exclude_modules" => self.names_the_targets(self.own_targets())?,
             "modules_to_save" => self.saved_by(said)? == self.saved_by(found)?,
             _ => {
-                let TargetSpec { rank_pattern, alpha_pattern, .. } = spec_of(said);
+                let TargetSpec { rank_pattern, alpha_pattern, .. } = spec_of(said, self.class);
                 let (r, lora_alpha) = (found.r, found.lora_alpha);
                 let spec =
                     TargetSpec { target_modules: self.own_targets(), r, lora_alpha, ..Default::default() };
@@ -174,8 +177,8 @@ impl Compared<'_> {
         let of = |key: &str| if (self.is_written)(key) { self.said } else { self.found };
         let spec = TargetSpec {
             target_modules,
-            exclude_modules: NamePattern::List(of("exclude_modules").exclude_modules.clone()),
-            modules_to_save: of("modules_to_save").modules_to_save.clone(),
+            exclude_modules: spec_of(of("exclude_modules"), self.class).exclude_modules,
+            modules_to_save: spec_of(of("modules_to_save"), self.class).modules_to_save,
             ..TargetSpec::default()
         };
         let named = adapter::resolve(&spec, self.modules)?;
@@ -184,7 +187,7 @@ impl Compared<'_> {
 
     /// Returns the modules that `adapter` saves whole.
     fn saved_by(&self, adapter: &recipe::AdapterSection) -> Result<Vec<String>> {
-        adapter::resolve_saved(&spec_of(adapter), self.modules)
+        adapter::resolve_saved(&spec_of(adapter, self.class), self.modules)
     }
 
     /// Returns the error for the keys `contradictions`.

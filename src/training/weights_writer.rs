@@ -16,7 +16,7 @@ use crate::loading::pissa::{saved_config, saved_matrix};
 use crate::parallel::ParamDesc;
 use crate::planning::{Plan, StoredAs};
 use crate::recipe::{Dtype, MasterWeights};
-use crate::weights::{KeptTensors, ModelIdentity, StoredDtype, WriteEntry, Written};
+use crate::weights::{ClassNames, KeptTensors, ModelIdentity, StoredDtype, WriteEntry, Written};
 
 /// Returns the writer of the trained weights of this run: a PEFT adapter, or a Hugging Face model
 /// whose tensors the ranks of `trainer` share. With `exact`, which checkpoints need, the dtype is
@@ -32,8 +32,9 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     };
     let tokenizer = plan.base.result_tokenizer(&plan.rows);
     let Some(adapter_setup) = &plan.adapter_setup else {
-        // Checkpoints hold the parameters alone, under the names of finetune.
-        let kept = if exact { KeptTensors::default() } else { plan.base.kept.clone() };
+        // Checkpoints hold the parameters alone.
+        let alone = || KeptTensors::default().named_by(plan.base.config.family.class_names);
+        let kept = if exact { alone() } else { plan.base.kept.clone() };
         let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: kept.bytes() };
         let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {
@@ -62,7 +63,8 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     let dtype =
         StoredAs { given, dtypes: BTreeMap::new(), kept: 0 }.given_to_all().unwrap_or(StoredDtype::F32);
     let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
-    let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
+    let class = plan.base.config.family.class_names;
+    let adapter = AdapterOutput { config, class, base: plan.identity()?.clone(), tied, initial, dtype };
     Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
         SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
         SnapshotPart::Tensors(_) => Ok(Vec::new()),
@@ -73,6 +75,8 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
 /// Writer of an adapter.
 struct AdapterOutput {
     config: adapter::AdapterConfig,
+    /// The names of modules in files.
+    class: &'static ClassNames,
     base: ModelIdentity,
     /// True if embedding and head are one parameter.
     tied: bool,
@@ -105,7 +109,7 @@ impl AdapterOutput {
             .collect();
         values.extend(twins);
         let list: Vec<AdapterTensor> = values.keys().cloned().collect();
-        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+        adapter::write(folder, (&self.config, self.class), &self.base, &list, self.dtype, |tensor, sink| {
             match values.get(tensor) {
                 Some(values) => sink.write_values(values),
                 None => Err(Error::internal(format!("no values for {}", tensor.name()))),

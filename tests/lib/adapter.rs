@@ -11,8 +11,8 @@ use finetune::error::{Error, ErrorCategory, Result};
 use finetune::model::{Module, ModuleKind};
 use finetune::recipe::enums::Dtype;
 use finetune::weights::{
-    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, StoredDtype, WriteEntry, write_file,
-    write_text,
+    ClassNames, EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, StoredDtype, WriteEntry,
+    write_file, write_text,
 };
 use half::bf16;
 use tempfile::TempDir;
@@ -78,7 +78,7 @@ fn put(
 ) {
     fs::create_dir_all(folder).expect("made");
     let base = ModelIdentity::named("base", None);
-    write(folder, config, &base, tensors, StoredDtype::F32, |tensor, sink| {
+    write(folder, (config, &ClassNames::USUAL), &base, tensors, StoredDtype::F32, |tensor, sink| {
         let values: Vec<f32> = (0..tensor.shape.iter().product()).map(|i| value(tensor, i)).collect();
         sink.write_values(&values)
     })
@@ -531,7 +531,7 @@ fn merges_that_cannot_be_right_are_refused() {
     insta::assert_snapshot!(errors.join("\n"), @"
     [another model's module]
     error: cannot use adapter <dir> with this model
-      caused by: it has tensors for `transformer.h.0.attn.c_attn`, which the model does not have
+      caused by: it has tensors for `model.layers.0.attn.c_attn`, which the model does not have
     hint: give the model it was trained on as `--model`: org/base
     [another model's size]
     error: cannot use adapter <dir> with this model

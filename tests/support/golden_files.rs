@@ -25,6 +25,17 @@ pub(crate) fn sample(values: Vec<f32>, stored: &[usize]) -> Vec<f32> {
 /// order of its values. It fuses gate and up of all experts, and renames those of Mixtral and the
 /// router of Granite. `exists` tells whether a checkpoint has a name.
 pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+    // Classes of transformers with other names than Llama's, and moved biases of routers.
+    let renamed = [
+        ("gpt_neox.layers.", "model.layers."),
+        ("gpt_neox.embed_in.", "model.embed_tokens."),
+        ("gpt_neox.final_layer_norm.", "model.norm."),
+        ("transformer.h.", "model.layers."),
+        ("transformer.word_embeddings.", "model.embed_tokens."),
+        ("transformer.ln_f.", "model.norm."),
+    ];
+    let usual = renamed.iter().find_map(|(from, to)| Some(format!("{to}{}", name.strip_prefix(from)?)));
+    let name = usual.as_deref().unwrap_or(name);
     if exists(name) {
         return vec![name.to_owned()];
     }

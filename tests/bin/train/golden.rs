@@ -81,7 +81,7 @@ fn lora_on_phi3_follows_peft() {
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
 /// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate,
-/// layer norms, mixers in parallel.
+/// layer norms, mixers in parallel, projections by key head, norms after the rotation.
 #[test]
 fn families_follow_transformers_and_peft() {
     for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
@@ -99,6 +99,10 @@ fn families_follow_transformers_and_peft() {
     follows("lora_stablelm");
     follows("lora_cohere2");
     follows("full_cohere2");
+    for family in ["gpt-neox", "falcon", "hunyuan"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
 }
 
 /// Experts that are chosen for each token; one layer of Qwen3's has none.
@@ -109,8 +113,10 @@ fn experts_follow_transformers_and_peft() {
         follows(&format!("full_{family}"));
     }
     follows("full_granitemoe");
-    follows("lora_minimax-m2");
-    follows("full_minimax-m2");
+    for family in ["minimax-m2", "ernie4-5-moe", "hunyuan-moe"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
 }
 
 /// Logits of heads in attention's softmax, and experts with biases whose files hold the transpose.

@@ -215,6 +215,12 @@ impl AdapterConfig {
         }
     }
 
+    /// Returns the same configuration with other names in its lists of modules.
+    #[must_use]
+    pub(super) fn translated(&self, name: impl Fn(&str) -> String) -> Self {
+        Self { spec: self.spec.translated(name), ..self.clone() }
+    }
+
     /// Returns the text of adapter_config.json: deterministic, with `target_modules` sorted.
     pub fn to_json(&self) -> String {
         let spec = &self.spec;

@@ -17,8 +17,8 @@ use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{
-    self, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, NameRules, StoredDtype,
-    StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
+    self, ClassNames, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, NameRules,
+    StoredDtype, StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
 };
 
 /// The metadata entry with the [`ModelIdentity`] of the model on which the adapter was trained. It
@@ -73,6 +73,8 @@ impl SavedAdapter {
         }
         let files = ModelFiles::open_file(&path)?;
         let rules = NameRules::new(files.names());
+        let class = ClassNames::of(files.names());
+        config = config.translated(|name| class.usual(name));
         let mut wrapped = WrappedExperts::new();
         let names = index(&files, &rules, &mut wrapped).map_err(failed)?;
         // PEFT writes the names of the wrapped model. A key that ends a module's name, or is no
@@ -530,21 +532,23 @@ fn missing_weights(folder: &Path) -> Error {
 }
 
 /// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their
-/// names, then the configuration. `base` is the model on which it was trained. `write` is called
+/// names, then the configuration, with the names of `class`. `base` is the model on which it was trained. `write` is called
 /// once for each tensor and passes its values to the sink.
 ///
 /// # Errors
 /// The same as for [`weights::write_file`].
 pub fn write(
     folder: &Path,
-    config: &AdapterConfig,
+    (config, class): (&AdapterConfig, &ClassNames),
     base: &ModelIdentity,
     tensors: &[AdapterTensor],
     dtype: StoredDtype,
     mut write: impl FnMut(&AdapterTensor, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
-    let by_name: BTreeMap<String, &AdapterTensor> =
-        tensors.iter().map(|tensor| (tensor.name(), tensor)).collect();
+    let by_name: BTreeMap<String, &AdapterTensor> = tensors
+        .iter()
+        .map(|tensor| (file_name(&class.module(&tensor.module), tensor.kind), tensor))
+        .collect();
     let entry = |(name, tensor): (&String, &&AdapterTensor)| WriteEntry {
         name: name.clone(),
         dtype,
@@ -559,6 +563,9 @@ pub fn write(
             Some(tensor) => write(tensor, sink),
             None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
         })?;
-    let config = weights::write_text(&folder.join(CONFIG_FILE), &config.to_json())?;
+    let config = weights::write_text(
+        &folder.join(CONFIG_FILE),
+        &config.translated(|name| class.word(name)).to_json(),
+    )?;
     Ok(vec![weights, config])
 }

@@ -13,6 +13,7 @@ use regex::{Regex, RegexBuilder};
 
 use crate::error::{Error, Result};
 use crate::model::{Module, ModuleKind};
+use crate::weights::ClassNames;
 
 /// The longest name, in bytes, that is compared with module names.
 const LONGEST_COMPARED: usize = 256;
@@ -99,6 +100,33 @@ impl Default for TargetSpec {
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
             trainable_token_indices: BTreeMap::new(),
+        }
+    }
+}
+
+impl TargetSpec {
+    /// Returns the same settings with other names of modules, whole ones or last words. Regular
+    /// expressions stay.
+    #[must_use]
+    pub fn translated(&self, name: impl Fn(&str) -> String) -> Self {
+        let all = |names: &[String]| names.iter().map(|one| name(one)).collect::<Vec<_>>();
+        let pattern = |pattern: &NamePattern| match pattern {
+            NamePattern::List(names) => NamePattern::List(all(names)),
+            NamePattern::Regex(regex) => NamePattern::Regex(regex.clone()),
+        };
+        let target_modules = match &self.target_modules {
+            ModulePattern::AllLinear => ModulePattern::AllLinear,
+            ModulePattern::Named(names) => ModulePattern::Named(pattern(names)),
+        };
+        let tokens = self.trainable_token_indices.iter().map(|(key, ids)| (name(key), ids.clone()));
+        TargetSpec {
+            target_modules,
+            exclude_modules: pattern(&self.exclude_modules),
+            modules_to_save: all(&self.modules_to_save),
+            rank_pattern: self.rank_pattern.iter().map(|(key, r)| (name(key), *r)).collect(),
+            alpha_pattern: self.alpha_pattern.iter().map(|(key, alpha)| (name(key), *alpha)).collect(),
+            trainable_token_indices: tokens.collect(),
+            ..self.clone()
         }
     }
 }
@@ -393,12 +421,14 @@ impl<'a> Matcher<'a> {
     }
 }
 
-/// Returns whether a pattern matches the name of a module, or the name that the module has inside
-/// of a model for images: `model.language_model.layers.0` or `language_model.model.layers.0`.
+/// Returns whether a pattern matches the name of a module, the name that the module has inside of
+/// a model for images, `model.language_model.layers.0` or `language_model.model.layers.0`, or that
+/// of another class.
 fn matches_name(regex: &Regex, module: &str) -> bool {
     let inside = module.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
     let names = [Some(format!("language_model.{module}")), inside];
-    regex.is_match(module) || names.into_iter().flatten().any(|name| regex.is_match(&name))
+    let names = names.into_iter().flatten().chain(ClassNames::in_other_classes(module));
+    regex.is_match(module) || names.into_iter().any(|name| regex.is_match(&name))
 }
 
 /// Returns the texts for which [`ends_with_name`] holds: `a.b.c`, `b.c`, `c`, and the empty one

@@ -10,7 +10,7 @@ use super::block::{
     SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
-use super::composition::{ChannelMixer, Experts, MlpAndExperts, SharedExpert, TokenMixer};
+use super::composition::{ChannelMixer, Experts, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
@@ -138,14 +138,15 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
     };
     let inner = |before, after| norms(Some(before), after, 1.0);
     let channel_mixer = channel_mixer(block.channel_mixer, &linears, &optional, &inner)?;
-    let channel_norm = match () {
-        () if block.residual.is_parallel() => Some(BlockPart::AttnNorm),
-        () if block.channel_mixer.has_both() => None,
-        () => Some(BlockPart::MlpNorm),
+    let (token_norm, channel_norm) = match block.residual {
+        ResidualPlan::Parallel => (BlockPart::AttnNorm, Some(BlockPart::AttnNorm)),
+        ResidualPlan::ParallelTwoNorms => (BlockPart::ParallelAttnNorm, Some(BlockPart::ParallelMlpNorm)),
+        _ if block.channel_mixer.has_both() => (BlockPart::AttnNorm, None),
+        _ => (BlockPart::AttnNorm, Some(BlockPart::MlpNorm)),
     };
     let factor = block.residual_factor;
     Ok(BlockWeights {
-        token_norms: norms(Some(BlockPart::AttnNorm), BlockPart::AttnPostNorm, factor)?,
+        token_norms: norms(Some(token_norm), BlockPart::AttnPostNorm, factor)?,
         token_mixer,
         channel_norms: norms(channel_norm, BlockPart::MlpPostNorm, factor)?,
         channel_mixer,
@@ -256,7 +257,7 @@ fn experts(
     Ok(ExpertsWeights {
         mixer,
         router: linears(LinearGroup::Router)?,
-        bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value),
+        bias: optional(BlockPart::RouterBias)?.map(|bias| bias.value.flatten_all()).transpose()?,
         factors: optional(BlockPart::ExpertFactors)?,
         experts: (0..mixer.count as u16).map(expert).collect::<Result<_>>()?,
         down_biases: optional(BlockPart::ExpertDownBias)?,

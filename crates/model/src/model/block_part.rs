@@ -93,6 +93,10 @@ pub enum BlockPart {
     AttnPostNorm,
     /// The norm before the MLP.
     MlpNorm,
+    /// The norm before attention, of mixers in parallel with a norm each.
+    ParallelAttnNorm,
+    /// The norm before the MLP, of mixers in parallel with a norm each.
+    ParallelMlpNorm,
     /// The norm on the MLP's output, before the residual sum (Gemma, OLMo 2).
     MlpPostNorm,
     /// The norm on the output of an MLP beside experts.
@@ -246,6 +250,8 @@ impl BlockPart {
             | BlockPart::AttnNorm
             | BlockPart::AttnPostNorm
             | BlockPart::MlpNorm
+            | BlockPart::ParallelAttnNorm
+            | BlockPart::ParallelMlpNorm
             | BlockPart::MlpPostNorm
             | BlockPart::MlpOutNorm
             | BlockPart::ExpertsNorm

@@ -146,6 +146,8 @@ pub enum ResidualPlan {
     PostNorm,
     /// `x + token_mixer(norm(x)) + channel_mixer(norm(x))` with one norm (Cohere).
     Parallel,
+    /// `x + token_mixer(norm(x)) + channel_mixer(norm(x))` with a norm for each mixer (GPT-NeoX).
+    ParallelTwoNorms,
 }
 
 impl ResidualPlan {
@@ -156,7 +158,7 @@ impl ResidualPlan {
 
     /// Returns true if both mixers read the block's input.
     pub fn is_parallel(self) -> bool {
-        self == ResidualPlan::Parallel
+        matches!(self, ResidualPlan::Parallel | ResidualPlan::ParallelTwoNorms)
     }
 }
 
@@ -201,8 +203,8 @@ pub struct AttentionMixer {
     pub qk_norm: Option<QkNormWidth>,
     /// The origin of the values.
     pub values: Values,
-    /// True if q, k and v are one tensor (phi3).
-    pub fused: bool,
+    /// The order of the rows if q, k and v are one tensor.
+    pub fused: Option<FusedQkv>,
     /// True if the projection to queries also gives a gate for each value of the output, after the
     /// query of each head: the output is multiplied by the sigmoids of the gates (Qwen3.5).
     pub has_gates: bool,
@@ -264,8 +266,19 @@ impl LatentMixer {
 pub enum QkNormWidth {
     /// Each head (Qwen 3, Gemma 3).
     Head,
+    /// Each head, after its rotation (Hunyuan).
+    HeadAfterRope,
     /// All heads together (OLMo 2).
     Whole,
+}
+
+/// The order of the rows of one projection to queries, keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FusedQkv {
+    /// All queries, all keys, all values (phi3).
+    SideBySide,
+    /// Of each key head: the queries that attend to it, its key, its value (GPT-NeoX, Falcon).
+    ByKeyHead,
 }
 
 /// The origin of the values of attention. Their norm is of each head, without a weight.

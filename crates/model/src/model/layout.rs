@@ -112,7 +112,7 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let (d, heads) = (self.0.hidden_size, mixer.heads);
         let (q, kv, qkv) = (heads.q_width(), heads.kv_width(), heads.qkv_width());
-        let mut rows = if mixer.fused {
+        let mut rows = if mixer.fused.is_some() {
             vec![self.linear(P::QkvProj, (qkv, d), mixer.qkv_bias)]
         } else {
             let with_gates = if mixer.has_gates { 2 * q } else { q };
@@ -122,7 +122,7 @@ impl LayoutTable<'_> {
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
         let of_heads = |width: QkNormWidth| match width {
-            QkNormWidth::Head => [heads.head_dim; 2],
+            QkNormWidth::Head | QkNormWidth::HeadAfterRope => [heads.head_dim; 2],
             QkNormWidth::Whole => [q, kv],
         };
         if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
@@ -210,10 +210,18 @@ impl LayoutTable<'_> {
             // The parts of a stack come one after the other.
             experts.sort_by_key(|module| module.part.is_last_of_mlp());
         }
-        let bias = mixer.has_bias.then(|| self.norm(P::RouterBias, mixer.count, false));
+        let bias = mixer.has_bias.then(|| self.router_bias(mixer.count));
         let biases = biases.into_iter().filter(|_| mixer.layer_biases);
         let routed = std::iter::once(router).chain(bias).chain(experts).chain(biases);
         routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
+    }
+
+    fn router_bias(&self, count: usize) -> BlockModule {
+        let vector = self.norm(BlockPart::RouterBias, count, false);
+        if !self.0.family.router_bias_is_row {
+            return vector;
+        }
+        BlockModule { weight: WeightShape::Matrix { out: 1, inputs: count }, ..vector }
     }
 
     fn mlp_and_experts(&self, mixer: &MlpAndExperts) -> Vec<BlockModule> {
@@ -243,6 +251,7 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
+            ResidualPlan::ParallelTwoNorms => &[P::ParallelAttnNorm, P::ParallelMlpNorm],
             ResidualPlan::Parallel => &[P::AttnNorm],
             ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],

@@ -40,8 +40,8 @@ pub use block::{
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
-    MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
+    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
+    LatentMixer, MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

@@ -8,7 +8,7 @@ use super::layout::stacked_experts;
 use super::parameters;
 use crate::error::{Error, Result};
 use crate::units;
-use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_further, is_rotary_buffer};
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_further, is_old_buffer};
 
 /// The ends of the names of scales for a quantized key-value cache.
 const CACHE_SCALES: [&str; 5] = [".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale"];
@@ -49,6 +49,7 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 /// # Errors
 /// User: a table or a bias cannot be read, or a stack of experts is not of this model.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
+    files.write_as(config.family.class_names);
     pass_over_unused(config, files);
     pass_over_packing(config, files)?;
     unstack_experts(config, files)?;
@@ -191,7 +192,7 @@ impl StoredModel<'_> {
         }
         for (name, info) in self.files.tensors() {
             // Buffers in old checkpoints, and the second copy of a tied table.
-            let harmless = is_rotary_buffer(name) || name == LM_HEAD || name == EMBED_TOKENS;
+            let harmless = is_old_buffer(name) || name == LM_HEAD || name == EMBED_TOKENS;
             if !harmless && !planned.contains(name) {
                 let cause = format!("{name} is not part of the model that config.json describes");
                 return Err(refused(info, cause));

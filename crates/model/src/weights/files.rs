@@ -20,8 +20,8 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::transpose::decode_transposed;
 use super::{
-    INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf, header, index,
-    packed, sidecar_files, tensor_names,
+    ClassNames, INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf,
+    header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::quant::QuantFormat;
@@ -328,6 +328,11 @@ impl ModelFiles {
         if !whole {
             self.kept.tensors.clear();
         }
+    }
+
+    /// Gives the tensors of written models the names of a class.
+    pub(crate) fn write_as(&mut self, class: &'static ClassNames) {
+        self.kept.class = Some(class);
     }
 
     /// Returns the tensors that written models keep.

@@ -15,7 +15,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::stored_parts::StoredParts;
-use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
+use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_old_buffer};
 use crate::error::{Error, Result};
 
 /// The metadata entry of a quantized checkpoint with the [`ModelIdentity`] of the original model.
@@ -240,7 +240,7 @@ pub(super) fn combined(
     // Equal codes of packed tables may have other scales.
     let packed = |name| files.parts(name).is_some_and(StoredParts::is_packed);
     let copied = embed.is_some() && embed == head && !packed(EMBED_TOKENS) && !packed(LM_HEAD);
-    let read = |name: &str| !(is_rotary_buffer(name) || copied && name == LM_HEAD);
+    let read = |name: &str| !(is_old_buffer(name) || copied && name == LM_HEAD);
     // A tied table may be stored under either name.
     let meant = |name| if name == LM_HEAD && embed.is_none() { EMBED_TOKENS } else { name };
     let tensors: BTreeMap<&str, (&str, &TensorInfo)> = files

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::tensor_names::tower;
-use super::{EMBED_TOKENS, LM_HEAD, Stack, TensorInfo, TensorSink, WriteEntry};
+use super::{ClassNames, EMBED_TOKENS, LM_HEAD, Stack, TensorInfo, TensorSink, WriteEntry};
 use crate::error::{Error, Result};
 use crate::units;
 
@@ -27,12 +27,20 @@ pub struct KeptTensors {
     pub(super) stored_names: BTreeMap<String, String>,
     /// True if the written model is the whole image-text model.
     pub(super) whole: bool,
+    /// The names of the other tensors in written models; `None`: the usual ones.
+    pub(super) class: Option<&'static ClassNames>,
 }
 
 impl KeptTensors {
     /// Returns whether a written model is the whole image-text model, with the names of its files.
     pub fn is_whole(&self) -> bool {
         self.whole
+    }
+
+    /// Returns the same tensors, with names of another class for those of the model.
+    #[must_use]
+    pub fn named_by(self, class: &'static ClassNames) -> Self {
+        KeptTensors { class: Some(class), ..self }
     }
 
     /// Returns the number of tensors.
@@ -72,7 +80,9 @@ impl KeptTensors {
     /// Returns the entry of a text tensor under its name in the files.
     #[must_use]
     pub(crate) fn named_as_stored(&self, entry: WriteEntry) -> WriteEntry {
-        let Some(name) = self.stored_name(entry.stored_name()).filter(|_| self.whole) else { return entry };
+        let stored = entry.stored_name();
+        let own = || self.class.map(|class| class.stored(stored)).filter(|name| name != stored);
+        let Some(name) = self.stored_name(stored).filter(|_| self.whole).or_else(own) else { return entry };
         let one = Stack { name: String::new(), shape: Vec::new(), transposed: false };
         let stack = entry.stack.as_deref().unwrap_or(&one);
         WriteEntry { stack: Some(Arc::new(Stack { name, ..stack.clone() })), ..entry }
@@ -105,7 +115,7 @@ impl KeptTensors {
 
 /// Returns whether a tensor belongs to the blocks that predict further tokens.
 pub(crate) fn is_further(name: &str) -> bool {
-    name.split('.').any(|part| part == "mtp")
+    name.split('.').any(|part| part == "mtp" || part.starts_with("mtp_"))
 }
 
 fn entry((name, info): (&String, &TensorInfo)) -> WriteEntry {

@@ -13,6 +13,7 @@
 //! and each malformation gets an error with file, tensor, the value found and the values accepted.
 
 mod atomic_dir;
+mod class_names;
 mod digest;
 mod files;
 mod gguf;
@@ -42,6 +43,7 @@ mod write;
 
 pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
+pub use class_names::ClassNames;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use gguf::GGUF_INDEX;
@@ -81,8 +83,11 @@ pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
 /// The module of [`LM_HEAD`].
 pub const LM_HEAD_MODULE: &str = "lm_head";
 
-/// Returns whether a tensor is a buffer of rotary frequencies, which old checkpoints contain and no
-/// loader reads.
-pub(crate) fn is_rotary_buffer(name: &str) -> bool {
-    name.ends_with("rotary_emb.inv_freq")
+/// The ends of the names of buffers in old checkpoints: rotary frequencies, and the masks of
+/// GPT-NeoX.
+const OLD_BUFFERS: [&str; 3] = ["rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"];
+
+/// Returns whether a tensor is a buffer which old checkpoints contain and no loader reads.
+pub(crate) fn is_old_buffer(name: &str) -> bool {
+    OLD_BUFFERS.iter().any(|end| name.ends_with(end))
 }

@@ -31,7 +31,7 @@ impl TensorGroup {
     pub fn of(name: &str) -> Self {
         let has = |part: &str| name.split('.').any(|segment| segment == part);
         let module = name.rsplit('.').nth(1).unwrap_or(name);
-        if module.ends_with("norm") {
+        if module.ends_with("norm") || module.starts_with("ln_") {
             return Self::Norm;
         }
         let groups = [
@@ -39,6 +39,8 @@ impl TensorGroup {
             ("lm_head", Self::Head),
             ("self_attn", Self::Attention),
             ("linear_attn", Self::Attention),
+            ("attention", Self::Attention),
+            ("self_attention", Self::Attention),
             ("mlp", Self::Mlp),
             ("block_sparse_moe", Self::Mlp),
         ];

@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-use super::StoredDtype;
+use super::{ClassNames, StoredDtype};
 use crate::recipe::enums::Dtype;
 
 /// Parts that wrappers insert into names: torch.compile; DDP, DeepSpeed and FSDP; activation
@@ -92,7 +92,7 @@ impl NameRules {
         match from_root(rest) {
             Some(rest) if rest[0] == HEAD => rest.join("."),
             Some(rest) => format!("model.{}", rest.join(".")),
-            None => all.join("."),
+            None => of_another_class(&all, shares).unwrap_or_else(|| all.join(".")),
         }
     }
 
@@ -129,6 +129,14 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
     is_text.then_some(rest)
 }
 
+/// Returns the usual name of a tensor of a class with other names, if only containers or the first
+/// `shared` parts precede it.
+fn of_another_class(parts: &[&str], shared: usize) -> Option<String> {
+    let contained = parts.iter().take_while(|part| CONTAINERS.contains(part)).count();
+    (0..=contained.max(shared).min(parts.len()))
+        .find_map(|start| ClassNames::usual_of_any(&parts[start..].join(".")))
+}
+
 /// Returns the part of a model that a tensor belongs to: its name up to the first part that is no
 /// container.
 pub(super) fn tower(name: &str) -> String {
@@ -139,8 +147,10 @@ pub(super) fn tower(name: &str) -> String {
 
 /// Returns a warning about changed names: `renamed` has new names by the old ones.
 pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
-    let (old, new) = renamed.first_key_value()?;
-    let named = match renamed.len() {
+    let is_foreign = |(old, new): &(&String, &String)| ClassNames::usual_of_any(old).as_ref() != Some(*new);
+    let foreign: Vec<_> = renamed.iter().filter(is_foreign).collect();
+    let (old, new) = foreign.first()?;
+    let named = match foreign.len() {
         1 => "1 tensor has a name".to_owned(),
         count => format!("{count} tensors have names"),
     };
@@ -185,8 +195,7 @@ mod tests {
             "model.visual.blocks.0.norm1.weight",
             "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
             "model.mtp.layers.0.input_layernorm.weight",
-            "transformer.h.0.attn.c_attn.weight",
-            "gpt_neox.layers.0.attention.dense.weight",
+            "bert.encoder.layer.0.attention.self.query.weight",
             "model.layers.weight",
             "w.weight",
             "model",
@@ -196,6 +205,25 @@ mod tests {
         assert_eq!(NameRules::default().canonical("_orig_mod.model.visual.x"), "model.visual.x");
         let alone = ["w.weight", "w.bias"];
         assert_eq!(NameRules::new(alone).canonical("w.bias"), "w.bias");
+    }
+
+    #[test]
+    fn names_of_other_classes() {
+        for (name, expected) in [
+            ("gpt_neox.layers.0.attention.dense.weight", "model.layers.0.attention.dense.weight"),
+            ("base_model.model.gpt_neox.embed_in.lora_A.weight", "model.embed_tokens.lora_A.weight"),
+            ("embed_out.weight", "lm_head.weight"),
+            ("module.transformer.h.1.ln_mlp.bias", "model.layers.1.ln_mlp.bias"),
+        ] {
+            assert_eq!(NameRules::default().canonical(name), expected);
+        }
+        let falcon = ["transformer.h.0.ln_attn.weight", "transformer.ln_f.weight"];
+        let rules = NameRules::new(falcon);
+        assert_eq!(
+            falcon.map(|name| rules.canonical(name)),
+            ["model.layers.0.ln_attn.weight", "model.norm.weight"]
+        );
+        assert_eq!(note(&rules.renamed(falcon).expect("two names")), None);
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //! ```
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
+//! Those of Hunyuan see each head after its rotation. The rows of a fused projection may be grouped
+//! by key head (GPT-NeoX, Falcon).
 //! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
 //! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have
 //! a norm of each head too, and be the projection to keys (Gemma 4), whose columns then stand twice
@@ -17,7 +19,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
-use crate::model::composition::{AttentionMixer, QkNormWidth, Values};
+use crate::model::composition::{AttentionMixer, FusedQkv, QkNormWidth, Values};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
@@ -133,6 +135,10 @@ impl AttentionWeights {
             let (qkv, gates) = (columns_of(&raw, &order.qkv)?, columns_of(&raw, &order.gates)?);
             drop(raw);
             (qkv, Some(gates))
+        } else if self.mixer.fused == Some(FusedQkv::ByKeyHead) {
+            let qkv = columns_of(&raw, &by_kind(heads))?;
+            drop(raw);
+            (qkv, None)
         } else if self.mixer.values == Values::NormedKeys {
             let keys = heads.q_width()..heads.qk_width();
             (columns_of(&raw, &[0..heads.qk_width(), keys])?, None)
@@ -254,6 +260,7 @@ impl AttentionWeights {
         let normed = self.whole_norm(pass.config, qkv)?;
         let rotated =
             rotary(normed.as_ref().unwrap_or(qkv), heads, self.head_norm(pass.config), &table.rotary)?;
+        let rotated = self.norm_rotated(pass.config, rotated)?;
         let Some(factors) = &table.query_factors else { return Ok(rotated) };
         let q = rotated.narrow(1, 0, heads.q_width())?.broadcast_mul(&factors.to_dtype(rotated.dtype())?)?;
         let k = rotated.narrow(1, heads.q_width(), heads.kv_width())?;
@@ -267,6 +274,7 @@ impl AttentionWeights {
             let dq = dqkv.narrow(1, 0, heads.q_width())?.into_tensor();
             dqkv.slice_set(&dq.broadcast_mul(&factors.to_dtype(dq.dtype())?)?, 1, 0)?;
         }
+        self.norm_rotated_backward(pass, qkv, dqkv)?;
         let normed = self.whole_norm(config, qkv)?;
         let raw = normed.as_ref().unwrap_or(qkv);
         rotary_backward(raw, dqkv, heads, self.head_norm(config), &table.rotary)?;
@@ -288,6 +296,35 @@ impl AttentionWeights {
         Ok(())
     }
 
+    /// Norms each head of the rotated q and k, `[N, (H + K) head_dim]`, if its norms follow the
+    /// rotation.
+    fn norm_rotated(&self, config: &ModelConfig, rotated: Tensor) -> Result<Tensor> {
+        let heads = self.mixer.heads;
+        let normed = |(start, len, norm): (usize, usize, &Param)| -> Result<Tensor> {
+            let rows = heads_of(&rotated, start, len, heads.head_dim)?;
+            Ok(rms_norm(&rows, &norm.value, config.norm)?.reshape((rotated.dim(0)?, len))?)
+        };
+        let parts = self.norms_after_rope().into_iter().map(normed).collect::<Result<Vec<_>>>()?;
+        if parts.is_empty() { Ok(rotated) } else { Ok(Tensor::cat(&parts, 1)?) }
+    }
+
+    /// Converts the gradient of the normed q and k in `dqkv` to that of the rotated ones.
+    fn norm_rotated_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
+        let norms = self.norms_after_rope();
+        if norms.is_empty() {
+            return Ok(());
+        }
+        let (heads, kind) = (self.mixer.heads, pass.config.norm);
+        let rotated = rotary(qkv, heads, None, &self.table(pass).rotary)?;
+        for (start, len, norm) in norms {
+            let rows = |tensor: &Tensor| heads_of(tensor, start, len, heads.head_dim);
+            let (x, dy, grad) = (rows(&rotated)?, rows(dqkv)?, norm.grad.as_ref());
+            let dx = rms_norm_backward(&x, &norm.value, &dy, None, grad, None, kind)?;
+            dqkv.slice_set(&dx.reshape((qkv.dim(0)?, len))?, 1, start)?;
+        }
+        Ok(())
+    }
+
     fn table<'a>(&self, pass: LayerPass<'a>) -> &'a PositionTable {
         &pass.context.tables[self.mixer.rope]
     }
@@ -295,9 +332,18 @@ impl AttentionWeights {
     /// Returns start and length of the columns of q and of k with their norms, if these see all
     /// heads together.
     fn whole_norms(&self) -> Vec<(usize, usize, &Param)> {
+        self.norms_of(QkNormWidth::Whole)
+    }
+
+    /// Returns the same of norms of each rotated head.
+    fn norms_after_rope(&self) -> Vec<(usize, usize, &Param)> {
+        self.norms_of(QkNormWidth::HeadAfterRope)
+    }
+
+    fn norms_of(&self, width: QkNormWidth) -> Vec<(usize, usize, &Param)> {
         let heads = self.mixer.heads;
         match &self.qk_norm {
-            Some((q, k)) if self.mixer.qk_norm == Some(QkNormWidth::Whole) => {
+            Some((q, k)) if self.mixer.qk_norm == Some(width) => {
                 vec![(0, heads.q_width(), q), (heads.q_width(), heads.kv_width(), k)]
             }
             _ => Vec::new(),
@@ -362,7 +408,9 @@ impl AttentionWeights {
                 TensorMut::new(columns_of(&both, &GateOrder::new(heads).raw)?)
             }
         };
-        let dqkv = if self.mixer.values == Values::NormedKeys {
+        let dqkv = if self.mixer.fused == Some(FusedQkv::ByKeyHead) {
+            TensorMut::new(columns_of(&dqkv, &by_key_head(heads))?)
+        } else if self.mixer.values == Values::NormedKeys {
             let dvalues = dqkv.narrow(1, heads.qk_width(), heads.kv_width())?.into_tensor();
             let dkeys = dqkv.narrow(1, heads.q_width(), heads.kv_width())?.into_tensor();
             dqkv.slice_set(&add(&dkeys.contiguous()?, &dvalues.contiguous()?)?, 1, heads.q_width())?;
@@ -400,6 +448,31 @@ impl GateOrder {
             raw: pairs.chain(std::iter::once(q..qkv)).collect(),
         }
     }
+}
+
+/// Returns the ranges of columns of q, of k and of v in a projection by key head.
+fn by_kind(heads: Heads) -> Vec<Range<usize>> {
+    let (dim, group) = (heads.head_dim, heads.num_heads / heads.num_kv_heads);
+    let start = |head: usize| head * (group + 2) * dim;
+    let part = |first: usize, count: usize| {
+        let range = move |head: usize| start(head) + first * dim..start(head) + (first + count) * dim;
+        (0..heads.num_kv_heads).map(range)
+    };
+    part(0, group).chain(part(group, 1)).chain(part(group + 1, 1)).collect()
+}
+
+/// Returns the ranges of columns of a projection by key head in q, k and v side by side.
+fn by_key_head(heads: Heads) -> Vec<Range<usize>> {
+    let (dim, group) = (heads.head_dim, heads.num_heads / heads.num_kv_heads);
+    let (k, v) = (heads.q_width(), heads.qk_width());
+    let of_head =
+        |head: usize| [(head * group * dim, group * dim), (k + head * dim, dim), (v + head * dim, dim)];
+    (0..heads.num_kv_heads).flat_map(of_head).map(|(start, len)| start..start + len).collect()
+}
+
+/// Returns `len` columns of `x: [N, …]` from `start` on as a row for each head, `[N H, head_dim]`.
+fn heads_of(x: &Tensor, start: usize, len: usize, head_dim: usize) -> Result<Tensor> {
+    Ok(x.narrow(1, start, len)?.contiguous()?.reshape((x.dim(0)? * len / head_dim, head_dim))?)
 }
 
 /// Returns the norm of this epsilon for a weight of ones.

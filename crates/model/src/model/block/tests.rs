@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 22] = [
+const MODELS: [&str; 28] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -42,6 +42,13 @@ const MODELS: [&str; 22] = [
         "top_k_experts": 2, "moe_intermediate_size": 8"#,
     // Every expert is chosen: one without rows would hold no adapter.
     r#""model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 3"#,
+    r#""model_type": "gpt_neox", "rotary_pct": 0.5"#,
+    r#""model_type": "falcon", "ffn_hidden_size": 24, "new_decoder_architecture": true, "num_kv_heads": 2"#,
+    r#""model_type": "falcon", "ffn_hidden_size": 24, "bias": true"#,
+    r#""model_type": "ernie4_5_moe", "moe_layer_start_index": 0, "moe_num_experts": 3, "moe_k": 3,
+        "moe_intermediate_size": 8, "moe_num_shared_experts": 2"#,
+    r#""model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 100.0}"#,
+    r#""model_type": "hunyuan_v1_moe", "num_experts": 3, "moe_topk": [3, 3]"#,
 ];
 
 fn config(model: &str) -> ModelConfig {

@@ -8,6 +8,7 @@ use crate::model::composition::{BlockConfig, HiddenNorm};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 use crate::ops::rms_norm::NormKind;
+use crate::weights::ClassNames;
 
 /// A family of models: its names, its defaults, and the function that composes a model from
 /// config.json.
@@ -34,9 +35,20 @@ pub struct Architecture {
     pub(in crate::model) stacked_experts: Option<StackedExperts>,
     /// True if these stacks hold the transpose of each layer.
     pub(in crate::model) transposes_stacks: bool,
+    /// True if checkpoints hold the biases of a router as one row, `[1, E]`.
+    pub(in crate::model) router_bias_is_row: bool,
+    /// The names of blocks, embedding, last norm and head in checkpoints and in transformers.
+    pub class_names: &'static ClassNames,
+    /// Reads the number of key-value heads, given that of heads; `None`: `num_key_value_heads`.
+    pub(super) num_kv_heads: Option<ReadHeads>,
+    /// Default of `intermediate_size`, in widths of the hidden states; `None`: the key is required.
+    pub(super) default_inner_width: Option<usize>,
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
 }
+
+/// Reads a number of heads from config.json, given that of query heads.
+pub(super) type ReadHeads = fn(&ConfigReader<'_>, usize) -> Result<usize>;
 
 /// The names of the stacks of a block's experts, after that of the block.
 #[derive(Debug)]

@@ -11,7 +11,9 @@ mod cohere;
 mod cohere2;
 mod deepseek_v3;
 mod ernie4_5;
+mod ernie4_5_moe;
 mod exaone4;
+mod falcon;
 mod gemma;
 mod gemma2;
 mod gemma3;
@@ -20,10 +22,13 @@ mod gguf_facts;
 mod glm4;
 mod glm4_moe;
 mod glm4_moe_lite;
+mod gpt_neox;
 mod gpt_oss;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
+mod hunyuan;
+mod hunyuan_moe;
 mod llama;
 mod minimax_m2;
 mod ministral;
@@ -107,6 +112,11 @@ static FAMILIES: &[&Architecture] = &[
     &mistral4::MISTRAL4,
     &minimax_m2::MINIMAX_M2,
     &gpt_oss::GPT_OSS,
+    &gpt_neox::GPT_NEOX,
+    &falcon::FALCON,
+    &ernie4_5_moe::ERNIE4_5_MOE,
+    &hunyuan::HUNYUAN,
+    &hunyuan_moe::HUNYUAN_MOE,
 ];
 
 /// Returns all families.
@@ -141,7 +151,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     if let Some(settings) = keys.opt_keys("quantization_config")? {
         readers::refuse_unknown(settings.object())?;
     }
-    let sizes = ModelSizes::read(keys, family.head_dim, family.has_latents)?;
+    let sizes = ModelSizes::read(keys, family)?;
     let parts = (family.compose)(keys, &sizes)?;
     if parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none()) {
         refusals::refuse_experts(keys)?;
@@ -150,7 +160,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         family,
         vocab_size: keys.size("vocab_size", MOST_TOKENS)?,
         hidden_size: sizes.hidden_size,
-        intermediate_size: keys.size(family.intermediate_size, MOST_WIDE)?,
+        intermediate_size: inner_width(keys, family, &sizes)?,
         heads: sizes.heads,
         blocks: parts.blocks,
         ropes: parts.ropes,
@@ -169,6 +179,13 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     };
     refusals::refuse_too_large(&config)?;
     Ok(config)
+}
+
+fn inner_width(keys: &ConfigReader<'_>, family: &Architecture, sizes: &ModelSizes) -> Result<usize> {
+    match (keys.opt_size(family.intermediate_size, MOST_WIDE)?, family.default_inner_width) {
+        (None, Some(times)) => Ok(times * sizes.hidden_size),
+        _ => keys.size(family.intermediate_size, MOST_WIDE),
+    }
 }
 
 fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
@@ -290,6 +307,8 @@ mod tests {
             ("cohere", "logit_scale", json!(0.0)),
             ("cohere2", "sliding_window_pattern", json!(0)),
             ("cohere2", "layer_types", json!(["sliding_attention"])),
+            ("hunyuan_v1_dense", "use_qk_norm", json!(false)),
+            ("hunyuan_v1_dense", "use_cla", json!(true)),
         ] {
             let model = |changes: &[(&str, Value)]| {
                 let family = [("model_type", json!(family)), ("head_dim", json!(8))];

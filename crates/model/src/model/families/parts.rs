@@ -14,9 +14,11 @@ use crate::model::composition::{
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::activation::PlainActivation;
+use crate::ops::attention::Heads;
 use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
+use crate::weights::ClassNames;
 
 /// Declares a family with Llama's defaults and names of tensors, and the usual facts of GGUF.
 pub(super) const fn architecture(
@@ -35,6 +37,10 @@ pub(super) const fn architecture(
         module_name: llama_name,
         stacked_experts: None,
         transposes_stacks: false,
+        router_bias_is_row: false,
+        class_names: &ClassNames::USUAL,
+        num_kv_heads: None,
+        default_inner_width: None,
         gguf: GgufFacts::usual(name),
     }
 }
@@ -69,7 +75,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         o_bias: bias,
         qk_norm: None,
         values: Values::Projected,
-        fused: false,
+        fused: None,
         has_gates: false,
         has_sinks: false,
     })
@@ -82,13 +88,23 @@ pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
 
 /// Reads an MLP without a gate; `default` is the family's activation.
 pub(super) fn plain_mlp(keys: &ConfigReader<'_>, default: &str, bias: bool) -> Result<PlainMlp> {
-    let activation = match keys.opt_str("hidden_act")?.unwrap_or(default) {
+    plain_mlp_by(keys, "hidden_act", default, bias)
+}
+
+/// Works like [`plain_mlp`] with the activation of `key`.
+pub(super) fn plain_mlp_by(
+    keys: &ConfigReader<'_>,
+    key: &str,
+    default: &str,
+    bias: bool,
+) -> Result<PlainMlp> {
+    let activation = match keys.opt_str(key)?.unwrap_or(default) {
         "relu2" => PlainActivation::Relu2,
         "gelu" => PlainActivation::Gelu,
         "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => PlainActivation::GeluTanh,
         other => {
             return Err(refused(
-                "hidden_act",
+                key,
                 format!("\"{other}\""),
                 "relu2, gelu, gelu_pytorch_tanh, gelu_new, gelu_fast",
             ));
@@ -114,32 +130,85 @@ pub(super) struct ExpertKeys {
 /// Reads the experts of a block.
 pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Experts> {
     // transformers reads both names of the number.
-    let count = match keys.opt_size("num_experts", MOST_EXPERTS)? {
-        None => keys.opt_size("num_local_experts", MOST_EXPERTS)?.unwrap_or(family.count),
-        Some(count) => count,
-    };
-    let most = count.min(MOST_CHOSEN);
-    let chosen = keys.opt_size("num_experts_per_tok", most)?.unwrap_or(family.chosen);
-    if chosen > most {
-        return Err(Error::user("`num_experts_per_tok` is missing")
-            .because(format!("its default {chosen} is above the accepted 1 to {most}")));
-    }
+    let count = expert_count(keys, &["num_experts", "num_local_experts"], family.count)?;
+    let chosen = chosen_experts(keys, &["num_experts_per_tok"], count, family.chosen)?;
     let aux_coefficient = keys.f64_or("router_aux_loss_coef", family.aux_coefficient)?;
     if aux_coefficient < 0.0 {
         return Err(refused("router_aux_loss_coef", aux_coefficient, "0 or above"));
     }
     let renormalize = family.renormalize || keys.bool_or("norm_topk_prob", false)?;
+    let plain = plain_experts(keys, [count, chosen], keys.size(family.width, MOST_WIDE)?)?;
+    Ok(Experts { router: Router::softmax(chosen, renormalize), aux_coefficient, ..plain })
+}
+
+/// Reads the number of experts, by the first of `names` that config.json has.
+pub(super) fn expert_count(keys: &ConfigReader<'_>, names: &[&str], default: usize) -> Result<usize> {
+    let found = names.iter().find(|name| keys.get(name).is_some());
+    Ok(found.map(|name| keys.size(name, MOST_EXPERTS)).transpose()?.unwrap_or(default))
+}
+
+/// Reads the number of experts of a token out of `count`, by the first of `names` that config.json
+/// has.
+pub(super) fn chosen_experts(
+    keys: &ConfigReader<'_>,
+    names: &[&str],
+    count: usize,
+    default: usize,
+) -> Result<usize> {
+    let (most, found) = (count.min(MOST_CHOSEN), names.iter().find(|name| keys.get(name).is_some()));
+    let Some(name) = found else {
+        let missing = || {
+            Error::user(format!("`{}` is missing", names[0]))
+                .because(format!("its default {default} is above the accepted 1 to {most}"))
+        };
+        return if default <= most { Ok(default) } else { Err(missing()) };
+    };
+    match size_of_layers(keys, name)?.unwrap_or(default) {
+        chosen if (1..=most).contains(&chosen) => Ok(chosen),
+        other => Err(refused(name, other, &format!("1 to {most}"))),
+    }
+}
+
+/// Reads a number, or a list with the same number for each layer.
+pub(super) fn size_of_layers(keys: &ConfigReader<'_>, key: &str) -> Result<Option<usize>> {
+    let Some(list) = keys.get(key).and_then(Value::as_array) else { return keys.opt_usize(key) };
+    let same = list.first().filter(|first| list.iter().all(|one| one == *first)).and_then(Value::as_u64);
+    let same = same.and_then(|size| usize::try_from(size).ok());
+    let found = || list.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
+    same.map(Some).ok_or_else(|| refused(key, format!("[{}]", found()), "one number for all layers"))
+}
+
+/// Returns as many experts as the first of `sizes`, of which a softmax chooses as many as the
+/// second; their weights sum to 1, and no loss balances them.
+pub(super) fn plain_experts(
+    keys: &ConfigReader<'_>,
+    [count, chosen]: [usize; 2],
+    width: usize,
+) -> Result<Experts> {
     Ok(Experts {
         count,
-        router: Router::softmax(chosen, renormalize),
+        router: Router::softmax(chosen, true),
         has_bias: false,
         has_f32_logits: false,
         layer_biases: false,
-        width: keys.size(family.width, MOST_WIDE)?,
+        width,
         activation: activation(keys)?,
-        aux_coefficient,
+        aux_coefficient: 0.0,
         shared: None,
     })
+}
+
+/// Refuses heads that do not fill the hidden states, in a family that has no key for their width.
+pub(super) fn refuse_other_heads(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<()> {
+    let Heads { num_heads, head_dim, .. } = sizes.heads;
+    if num_heads * head_dim == sizes.hidden_size {
+        return Ok(());
+    }
+    if keys.get("head_dim").is_some() {
+        let accepted = format!("{} / num_attention_heads {num_heads}, no such key", sizes.hidden_size);
+        return Err(refused("head_dim", head_dim, &accepted));
+    }
+    Err(refused("num_attention_heads", num_heads, &format!("a divisor of hidden_size {}", sizes.hidden_size)))
 }
 
 /// Returns for each layer whether it has experts: those of `decoder_sparse_step` that
@@ -347,9 +416,11 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::DeltaRate => "linear_attn.A_log",
         BlockPart::DeltaStep => "linear_attn.dt_bias",
         BlockPart::DeltaNorm => "linear_attn.norm",
-        BlockPart::AttnNorm => "input_layernorm",
-        // The second norm of a block has this name in both of its roles.
-        BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",
+        BlockPart::AttnNorm | BlockPart::ParallelAttnNorm => "input_layernorm",
+        // The second norm of a block has this name in all of its roles.
+        BlockPart::AttnPostNorm | BlockPart::MlpNorm | BlockPart::ParallelMlpNorm => {
+            "post_attention_layernorm"
+        }
         BlockPart::MlpPostNorm => "post_feedforward_layernorm",
         BlockPart::MlpOutNorm => "post_feedforward_layernorm_1",
         BlockPart::ExpertsNorm => "pre_feedforward_layernorm_2",

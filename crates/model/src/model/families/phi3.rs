@@ -6,7 +6,7 @@ use super::gguf_facts::GgufFacts;
 use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, FusedQkv, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::RopeContext;
 
@@ -30,8 +30,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let original = context.original_max_positions.unwrap_or(ORIGINAL_POSITIONS);
     let rope = parts::rope(keys, &RopeContext { original_max_positions: Some(original), ..context })?;
     let window = parts::window(keys, None)?;
-    let plain = parts::attention(keys, sizes)?;
-    let attention = AttentionMixer { window, qkv_bias: false, o_bias: false, fused: true, ..plain };
+    let (plain, fused) = (parts::attention(keys, sizes)?, Some(FusedQkv::SideBySide));
+    let attention = AttentionMixer { window, qkv_bias: false, o_bias: false, fused, ..plain };
     let block = BlockConfig::pre_norm(attention, GatedMlp { fused: true, ..parts::gated_mlp(keys)? });
     parts::llama_like(keys, vec![block; sizes.num_layers], rope)
 }

@@ -1,5 +1,6 @@
 //! The sizes of a model and their limits.
 
+use super::architecture::Architecture;
 use crate::error::{Error, Result};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::attention::Heads;
@@ -25,12 +26,12 @@ pub(in crate::model) struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Reads the sizes; `head_dim` is the family's default. Latent attention has other keys.
-    pub(super) fn read(keys: &ConfigReader<'_>, head_dim: Option<usize>, has_latents: bool) -> Result<Self> {
+    /// Reads the sizes, with the defaults and keys of `family`.
+    pub(super) fn read(keys: &ConfigReader<'_>, family: &Architecture) -> Result<Self> {
         let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
         Ok(ModelSizes {
             hidden_size,
-            heads: if has_latents { latent_heads(keys)? } else { heads(keys, hidden_size, head_dim)? },
+            heads: if family.has_latents { latent_heads(keys)? } else { heads(keys, hidden_size, family)? },
             num_layers: keys.size("num_hidden_layers", MOST_LAYERS)?,
             max_position_embeddings: keys
                 .opt_size("max_position_embeddings", MOST_POSITIONS)?
@@ -52,12 +53,16 @@ fn latent_heads(keys: &ConfigReader<'_>) -> Result<Heads> {
     Ok(Heads { num_heads, num_kv_heads: num_heads, head_dim })
 }
 
-fn heads(keys: &ConfigReader<'_>, hidden_size: usize, default: Option<usize>) -> Result<Heads> {
+fn heads(keys: &ConfigReader<'_>, hidden_size: usize, family: &Architecture) -> Result<Heads> {
     let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
-    let derived = default.unwrap_or(hidden_size / num_heads.max(1));
+    let derived = family.head_dim.unwrap_or(hidden_size / num_heads.max(1));
+    let num_kv_heads = match family.num_kv_heads {
+        Some(read) => read(keys, num_heads)?,
+        None => keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
+    };
     let heads = Heads {
         num_heads,
-        num_kv_heads: keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
+        num_kv_heads,
         head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived),
     };
     checked(heads)
