@@ -532,8 +532,8 @@ fn missing_weights(folder: &Path) -> Error {
 }
 
 /// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their
-/// names, then the configuration, with the names of `class`. `base` is the model on which it was trained. `write` is called
-/// once for each tensor and passes its values to the sink.
+/// names, then the configuration, with the names of `class`. `base` is the model on which it was
+/// trained. `write` is called once for each tensor and passes its values to the sink.
 ///
 /// # Errors
 /// The same as for [`weights::write_file`].
