@@ -1,7 +1,7 @@
 //! The declaration of a family.
 
 use super::gguf_facts::GgufFacts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, ReadHeads};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{BlockConfig, HiddenNorm};
@@ -46,9 +46,6 @@ pub struct Architecture {
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
 }
-
-/// Reads a number of heads from config.json, given that of query heads.
-pub(super) type ReadHeads = fn(&ConfigReader<'_>, usize) -> Result<usize>;
 
 /// The names of the stacks of a block's experts, after that of the block.
 #[derive(Debug)]

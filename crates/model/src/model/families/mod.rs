@@ -151,7 +151,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     if let Some(settings) = keys.opt_keys("quantization_config")? {
         readers::refuse_unknown(settings.object())?;
     }
-    let sizes = ModelSizes::read(keys, family)?;
+    let sizes = ModelSizes::read(keys, family.head_dim, family.num_kv_heads, family.has_latents)?;
     let parts = (family.compose)(keys, &sizes)?;
     if parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none()) {
         refusals::refuse_experts(keys)?;

@@ -1,6 +1,5 @@
 //! The sizes of a model and their limits.
 
-use super::architecture::Architecture;
 use crate::error::{Error, Result};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::attention::Heads;
@@ -16,6 +15,9 @@ pub(super) const MOST_HEADS: usize = 1 << 14;
 /// Maximum number of positions of a sequence.
 const MOST_POSITIONS: usize = 1 << 32;
 
+/// Reads a number of heads from config.json, given that of query heads.
+pub(super) type ReadHeads = fn(&ConfigReader<'_>, usize) -> Result<usize>;
+
 /// The sizes from which a family composes its parts.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::model) struct ModelSizes {
@@ -26,12 +28,19 @@ pub(in crate::model) struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Reads the sizes, with the defaults and keys of `family`.
-    pub(super) fn read(keys: &ConfigReader<'_>, family: &Architecture) -> Result<Self> {
+    /// Reads the sizes; `head_dim` and `num_kv_heads` are the family's. Latent attention has other
+    /// keys.
+    pub(super) fn read(
+        keys: &ConfigReader<'_>,
+        head_dim: Option<usize>,
+        num_kv_heads: Option<ReadHeads>,
+        has_latents: bool,
+    ) -> Result<Self> {
         let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
+        let derived = |num_heads: usize| head_dim.unwrap_or(hidden_size / num_heads.max(1));
         Ok(ModelSizes {
             hidden_size,
-            heads: if family.has_latents { latent_heads(keys)? } else { heads(keys, hidden_size, family)? },
+            heads: if has_latents { latent_heads(keys)? } else { heads(keys, derived, num_kv_heads)? },
             num_layers: keys.size("num_hidden_layers", MOST_LAYERS)?,
             max_position_embeddings: keys
                 .opt_size("max_position_embeddings", MOST_POSITIONS)?
@@ -53,17 +62,20 @@ fn latent_heads(keys: &ConfigReader<'_>) -> Result<Heads> {
     Ok(Heads { num_heads, num_kv_heads: num_heads, head_dim })
 }
 
-fn heads(keys: &ConfigReader<'_>, hidden_size: usize, family: &Architecture) -> Result<Heads> {
+fn heads(
+    keys: &ConfigReader<'_>,
+    derived: impl Fn(usize) -> usize,
+    num_kv_heads: Option<ReadHeads>,
+) -> Result<Heads> {
     let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
-    let derived = family.head_dim.unwrap_or(hidden_size / num_heads.max(1));
-    let num_kv_heads = match family.num_kv_heads {
+    let num_kv_heads = match num_kv_heads {
         Some(read) => read(keys, num_heads)?,
         None => keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
     };
     let heads = Heads {
         num_heads,
         num_kv_heads,
-        head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived),
+        head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived(num_heads)),
     };
     checked(heads)
 }
