@@ -47,11 +47,11 @@ const SHUFFLED: (&str, &str) = ("FINETUNE_EMULATE", "5");
 /// threads.
 #[test]
 fn bf16_follows_and_repeats_itself() {
-    for name in ["full", "lora_qwen2"] {
+    for name in ["full_olmo2", "lora_qwen2"] {
         follows_in_bf16(name, &[(FORWARD, None), (SHUFFLED, None)]);
     }
     let without_masters = Some("optimizer.master=none");
-    follows_in_bf16("full", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
+    follows_in_bf16("full_olmo2", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
 }
 
 /// The same for other adapters, and for QLoRA with its weights kept in bf16 beside their codes.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use crate::exhaustive::each_third;
 use crate::place::Place;
 use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
@@ -171,13 +172,14 @@ pub(crate) fn write_headers(model: &Path) {
 fn two_thousand_layers_are_planned_in_no_time() {
     let place = resized(&[("num_hidden_layers", 2000)]);
     write_headers(&place.path("model"));
-    for keys in [
+    let runs = [
         &["adapter.r=4"][..],
         &["adapter.kind=dora", "adapter.exclude_modules=[\"layers.0.self_attn.q_proj\"]"],
         &["adapter.r=4", "quantization.kind=nf4", "quantization.skip_modules=[\"q_proj\"]"],
         &["adapter.r=4", "adapter.modules_to_save=[\"norm\"]"],
         &["optimizer.state=int8"],
-    ] {
+    ];
+    for keys in each_third(runs, 1) {
         let planned = succeeded(&place, &mut train(&place, "out", keys, &["--dry-run"]));
         assert!(planned.contains("memory of a step: "), "{planned}");
     }
@@ -252,7 +254,7 @@ fn runs_keep_to_the_memory_of_their_plan() {
     let always =
         ["model.init=random", "log.tensorboard=false", "data.max_seq_len=256", "checkpoint.save_steps=never"];
     let mut off = Vec::new();
-    for (i, shape) in [
+    let shapes = [
         &["train.recompute=none", TWO_STEPS][..],
         &["checkpoint.save_steps=1", TWO_STEPS],
         &["checkpoint.save_steps=1", "checkpoint.async_save=false", "optimizer.state=int8", TWO_STEPS],
@@ -283,10 +285,8 @@ fn runs_keep_to_the_memory_of_their_plan() {
         &["parallel.strategy=ddp", "model.dtype=bf16", TWO_STEPS],
         &["parallel.strategy=fsdp", TWO_STEPS],
         &["parallel.offload=params", "parallel.offload_folder=away", TWO_STEPS],
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ];
+    for (i, shape) in each_third(shapes, 0).into_iter().enumerate() {
         let keys = [&always[..], shape].concat();
         let ranks: &[&str] = if shape[0].starts_with("parallel.strategy") { &["--ranks", "2"] } else { &[] };
         let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, ranks));

@@ -183,6 +183,11 @@ impl AdapterConfig {
             let found = config.lora_dropout;
             return Err(Error::user(format!("`lora_dropout` is {found}; accepted: from 0 to below 1")));
         }
+        if !config.target_parameters.is_empty() && config.spec.use_dora {
+            return Err(Error::user(
+                "`use_dora` is true; accepted beside `target_parameters`, as in PEFT: false",
+            ));
+        }
         refuse_unsupported(&keys.0)?;
         Ok((config, keys.0))
     }
@@ -551,6 +556,7 @@ mod tests {
             r#","lora_bias":true"#,
             r#","layer_replication":[[0,2]]"#,
             r#","target_parameters":["experts.w"]"#,
+            r#","target_parameters":["experts.down_proj"],"use_dora":true"#,
             r#","trainable_token_indices":[-1]"#,
             r#","trainable_token_indices":{"embed_tokens":5}"#,
             r#","use_qalora":true"#,
@@ -575,6 +581,7 @@ mod tests {
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
         `target_parameters` has `experts.w`; accepted: `gate_up_proj` or `down_proj` of experts
+        `use_dora` is true; accepted beside `target_parameters`, as in PEFT: false
         `trainable_token_indices` is [-1]; accepted: a list of token ids, or an object from module names to such lists
         `trainable_token_indices` is {"embed_tokens":5}; accepted: a list of token ids, or an object from module names to such lists
         `use_qalora` is true, which is not supported; accepted: no such key, or its default
