@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::StoredElement;
 use super::tensor_info::ShardRange;
 use crate::error::Result;
-use crate::quant::{CodeLayout, PackedFormat, PackedTensor};
+use crate::quant::{CodeLayout, GridFormat, PackedFormat, PackedTensor};
 
 /// The least number of rows that are decoded at once: GPTQ and AWQ store neighbouring rows side by
 /// side.
@@ -26,6 +26,8 @@ pub(super) struct PackedParts {
     pub(super) scales: ShardRange,
     pub(super) zeros: Option<ShardRange>,
     pub(super) groups: Option<ShardRange>,
+    /// True if the columns of a group are not consecutive.
+    pub(super) scattered: bool,
     /// Bytes of codes and companions.
     pub(super) bytes: u64,
 }
@@ -51,6 +53,11 @@ impl PackedParts {
         let bytes = (codes.len() + scales.range.len()) as u64;
         let format = PackedFormat { rows: rows.len(), ..self.format };
         Some((PackedParts { format, scales, bytes, ..self.clone() }, codes))
+    }
+
+    /// Returns the format in which a run keeps the weight, if it can.
+    pub(super) fn kept(&self) -> Option<GridFormat> {
+        self.format.kept(self.zeros.is_some(), self.scattered)
     }
 
     /// Returns text that differs between any two formats of equal shape. The identity of a model
@@ -142,7 +149,8 @@ mod tests {
             zero_offset: 1,
         };
         let (scales, zeros, groups) = (place(), Some(place()), None);
-        let first = PackedParts { name: "gptq int4", format, scales, zeros, groups, bytes: 0 };
+        let first =
+            PackedParts { name: "gptq int4", format, scales, zeros, groups, scattered: false, bytes: 0 };
         assert_eq!(first.fingerprint(), "gptq int4 ColumnWords 4 1 4 F16 1+1 0");
         let with = |format| PackedParts { format, ..first.clone() }.fingerprint();
         let others = [

@@ -42,6 +42,34 @@ pub enum ScaleDtype {
     E8m0,
 }
 
+impl ScaleDtype {
+    /// Returns the bytes of a scale.
+    pub fn bytes(self) -> usize {
+        match self {
+            ScaleDtype::F32 => 4,
+            ScaleDtype::F16 | ScaleDtype::BF16 => 2,
+            ScaleDtype::E8m0 => 1,
+        }
+    }
+
+    /// Reads one of the scales in `bytes`.
+    pub(super) fn read(self, bytes: &[u8], at: usize) -> f32 {
+        let size = self.bytes();
+        let little_endian = bytes[size * at..size * at + size].iter().rev();
+        self.value(little_endian.fold(0, |bits, byte| bits << 8 | u32::from(*byte)))
+    }
+
+    /// Returns the value of these bits.
+    pub fn value(self, bits: u32) -> f32 {
+        match self {
+            ScaleDtype::F32 => f32::from_bits(bits),
+            ScaleDtype::F16 => f16::from_bits(bits as u16).to_f32(),
+            ScaleDtype::BF16 => bf16::from_bits(bits as u16).to_f32(),
+            ScaleDtype::E8m0 => e8m0(bits as u8),
+        }
+    }
+}
+
 /// The format of a packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedFormat {
@@ -101,10 +129,10 @@ struct AreaScales {
 }
 
 /// Consecutive columns of one group.
-struct GroupRun {
+pub(super) struct GroupRun {
     columns: Range<usize>,
     /// The group, counted from the first in [`AreaScales::pairs`].
-    group: usize,
+    pub(super) group: usize,
 }
 
 impl PackedFormat {
@@ -115,6 +143,12 @@ impl PackedFormat {
 
     fn codes_per_word(&self) -> usize {
         32 / self.bits
+    }
+
+    /// Returns the index of a scale in the sequence of all.
+    pub(super) fn scale_index(&self, row: usize, group: usize) -> usize {
+        let PackedFormat { rows, groups, row_block, .. } = *self;
+        if self.is_by_rows() { row / row_block * groups + group } else { group * rows + row }
     }
 
     /// Returns the index of a zero in the sequence of all.
@@ -141,6 +175,18 @@ impl PackedTensor<'_> {
         }
         let area = Area { rows, columns };
         let scales = self.scales_of(&area);
+        self.decode_area(area, scales, out);
+    }
+
+    /// Writes the codes of `rows` as numbers, row by row.
+    pub(super) fn decode_codes(&self, rows: Range<usize>, out: &mut [f32]) {
+        let (stride, columns) = (if self.format.is_by_rows() { 1 } else { rows.len() }, self.format.columns);
+        let runs = vec![GroupRun { columns: 0..columns, group: 0 }];
+        let scales = AreaScales { pairs: vec![(1.0, 0.0); rows.len()], stride, runs };
+        self.decode_area(Area { rows, columns: 0..columns }, scales, out);
+    }
+
+    fn decode_area(&self, area: Area, scales: AreaScales, out: &mut [f32]) {
         let PackedFormat { rows, columns, bits, .. } = self.format;
         let (codes, n) = (self.codes, self.format.codes_per_word());
         let mask = u8::MAX >> (8 - bits);
@@ -198,7 +244,7 @@ impl PackedTensor<'_> {
     }
 
     /// Cuts columns into those of one group.
-    fn runs(&self, columns: Range<usize>) -> Vec<GroupRun> {
+    pub(super) fn runs(&self, columns: Range<usize>) -> Vec<GroupRun> {
         let PackedFormat { column_block, groups, .. } = self.format;
         let Some(stored) = self.groups else {
             let (first, last) = (columns.start / column_block, columns.end.div_ceil(column_block));
@@ -214,18 +260,11 @@ impl PackedTensor<'_> {
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
-        let PackedFormat { rows, groups, row_block, .. } = self.format;
-        let at = if self.format.is_by_rows() { row / row_block * groups + group } else { group * rows + row };
-        let short = || [self.scales[2 * at], self.scales[2 * at + 1]];
-        match self.format.scales {
-            ScaleDtype::F32 => f32::from_bits(word(self.scales, at)),
-            ScaleDtype::F16 => f16::from_le_bytes(short()).to_f32(),
-            ScaleDtype::BF16 => bf16::from_le_bytes(short()).to_f32(),
-            ScaleDtype::E8m0 => e8m0(self.scales[at]),
-        }
+        let at = self.format.scale_index(row, group);
+        self.format.scales.read(self.scales, at)
     }
 
-    fn zero(&self, row: usize, group: usize) -> f32 {
+    pub(super) fn zero(&self, row: usize, group: usize) -> f32 {
         let PackedFormat { codes, bits, zero_offset, .. } = self.format;
         let Some(zeros) = self.zeros else {
             return if codes == CodeLayout::RowWords { (1 << (bits - 1)) as f32 } else { 0.0 };
@@ -301,7 +340,7 @@ fn e8m0(exponent: u8) -> f32 {
 }
 
 /// Values of e2m1 (OCP MX 1.0).
-static E2M1: [f32; 16] =
+pub(super) static E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 fn word(bytes: &[u8], at: usize) -> u32 {
@@ -310,7 +349,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// Values of e4m3 without infinities: 4 bits of exponent with bias 7, 3 of fraction (OCP OFP8 1.0).
-static E4M3: [f32; 256] = {
+pub(super) static E4M3: [f32; 256] = {
     let mut table = [0.0; 256];
     let mut code = 0;
     while code < 256 {

@@ -179,6 +179,14 @@ impl StoredWeight<'_, '_> {
         }
     }
 
+    /// Returns whether the groups of columns are others than consecutive columns. True if their
+    /// values are not available.
+    fn is_scattered(&self, groups: &TensorInfo, column_block: usize) -> bool {
+        let (words, _) = (self.bytes)(groups).as_chunks::<4>();
+        let mut groups = words.iter().map(|word| i32::from_le_bytes(*word)).enumerate();
+        words.is_empty() || groups.any(|(column, group)| usize::try_from(group) != Ok(column / column_block))
+    }
+
     /// Returns a weight that is decoded while it is read: codes, scales, and the companions with
     /// zeros and with the groups of columns.
     pub(super) fn packed(
@@ -202,6 +210,7 @@ impl StoredWeight<'_, '_> {
             scales: place(scales),
             zeros: zeros.map(place),
             groups: groups.map(place),
+            scattered: groups.is_some_and(|groups| self.is_scattered(groups, format.column_block)),
             bytes: self.stored_bytes,
         };
         Ok((info, StoredParts::Packed(parts)))
