@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 
 const GPTQ: &str = "tiny-gptq-4-g32-act";
 const MODELS: [&str; 5] = [GPTQ, "tiny-awq-4-g32", "tiny-ct-int4-g32-asym", "tiny-fp8-block", "tiny-mxfp4"];
+const OTHERS: [&str; 5] =
+    ["tiny-gguf-q4_0", "tiny-gguf-q8_0", "tiny-ct-nvfp4", "tiny-modelopt-nvfp4", "tiny-modelopt-fp8"];
 const KEPT: [&str; 2] = ["--set", "model.dequantize=false"];
 
 /// A folder in which `model` is a packed model.
@@ -69,7 +71,7 @@ fn compare(place: &Place, name: &str, more: &[&str], packed: &[f64], tolerance: 
 
 #[test]
 fn a_packed_base_trains_as_the_dequantized_one() {
-    for model in MODELS.into_iter().chain(["tiny-gguf-q4_0", "tiny-gguf-q8_0"]) {
+    for model in MODELS.into_iter().chain(OTHERS) {
         let place = place(model);
         let (wide, _) = packed(&place, "f32-packed", &[]);
         compare(&place, "f32", &[], &wide, 1e-6);

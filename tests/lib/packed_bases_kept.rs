@@ -8,9 +8,11 @@ use finetune::quant::{QuantBuffer, QuantFormat};
 use finetune::weights::ModelFiles;
 use half::bf16;
 use insta::assert_snapshot;
+use serde_json::Value;
 
 use crate::gguf_base::described;
 use crate::logits::floats;
+use crate::packed_bases::sha256;
 
 fn golden(model: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qbases/models").join(model)
@@ -90,6 +92,51 @@ fn kept_weights_have_the_dequantized_values() {
     finetune keeps 4 weights stored as mxfp4 packed in memory
     mxfp4 in groups of 32 (scales in e8m0), as stored: 2176 bytes
     mxfp4 with one scale a row (scales in e8m0), as stored: 1088 bytes
+    ");
+}
+
+/// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py), packed and
+/// dequantized.
+#[test]
+fn weights_have_the_values_of_the_packages() {
+    let file = golden("..").join("sha256_packages.json");
+    let digests: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let of = |model: &str| {
+        let files = kept(&golden(model));
+        let weights = digests[model].as_object().unwrap();
+        assert!(weights.len() > 10 && files.names().len() == weights.len(), "{model}");
+        for (name, digest) in weights {
+            assert_eq!(sha256(&floats(&files, name)), digest.as_str().unwrap(), "{model}: {name}");
+            assert_eq!(
+                files.quantized_format(name).is_some(),
+                name.contains("proj.weight"),
+                "{model}: {name}"
+            );
+        }
+        let stored: u64 = files.names().map(|name| files.stored_bytes(name)).sum();
+        assert_eq!(files.file_bytes().map(|(_, bytes)| bytes).collect::<Vec<_>>(), [stored], "{model}");
+        same_values(&files).join("\n")
+    };
+    assert_snapshot!(of("tiny-ct-nvfp4"), @"
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 1152 bytes
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 2304 bytes
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 4608 bytes
+    ");
+    assert_snapshot!(of("tiny-ct-mxfp4"), @"
+    mxfp4 in groups of 32 (scales in e8m0), as stored: 1088 bytes
+    mxfp4 in groups of 32 (scales in e8m0), as stored: 2176 bytes
+    mxfp4 in groups of 32 (scales in e8m0), as stored: 4352 bytes
+    ");
+    assert_snapshot!(of("tiny-modelopt-nvfp4"), @"
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 1152 bytes
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 2304 bytes
+    nvfp4 in groups of 16 (scales in e4m3), as stored: 4608 bytes
+    ");
+    assert_snapshot!(of("tiny-modelopt-fp8"), @"
+    fp8 with one scale for 128 rows (scales in f32), as stored: 8196 bytes
+    fp8 with one scale for 32 rows (scales in f32), as stored: 2052 bytes
+    fp8 with one scale for 64 rows (scales in f32), as stored: 4100 bytes
+    fp8 with one scale for 64 rows (scales in f32), as stored: 8196 bytes
     ");
 }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::StoredElement;
+use super::quantized::read_f32;
 use super::tensor_info::ShardRange;
 use crate::error::Result;
 use crate::quant::{CodeLayout, GridFormat, PackedFormat, PackedTensor};
@@ -26,6 +27,8 @@ pub(super) struct PackedParts {
     pub(super) scales: ShardRange,
     pub(super) zeros: Option<ShardRange>,
     pub(super) groups: Option<ShardRange>,
+    /// The factor of all scales: a number in f32.
+    pub(super) factor: Option<ShardRange>,
     /// True if the columns of a group are not consecutive.
     pub(super) scattered: bool,
     /// Bytes of codes and companions.
@@ -35,7 +38,8 @@ pub(super) struct PackedParts {
 impl PackedParts {
     /// Returns the positions of the parts beside the codes.
     pub(super) fn places(&self) -> impl Iterator<Item = &ShardRange> {
-        [Some(&self.scales), self.zeros.as_ref(), self.groups.as_ref()].into_iter().flatten()
+        let optional = [&self.zeros, &self.groups, &self.factor];
+        [&self.scales].into_iter().chain(optional.into_iter().flatten())
     }
 
     /// Returns the weight of `rows` alone and the position of its codes, given that of all codes;
@@ -84,6 +88,7 @@ impl PackedParts {
             scales: bytes(&self.scales)?,
             zeros: optional(&self.zeros)?,
             groups: optional(&self.groups)?,
+            factor: optional(&self.factor)?.and_then(|bytes| read_f32(bytes).next()).unwrap_or(1.0),
         })
     }
 }
@@ -149,8 +154,16 @@ mod tests {
             zero_offset: 1,
         };
         let (scales, zeros, groups) = (place(), Some(place()), None);
-        let first =
-            PackedParts { name: "gptq int4", format, scales, zeros, groups, scattered: false, bytes: 0 };
+        let first = PackedParts {
+            name: "gptq int4",
+            format,
+            scales,
+            zeros,
+            groups,
+            factor: None,
+            scattered: false,
+            bytes: 0,
+        };
         assert_eq!(first.fingerprint(), "gptq int4 ColumnWords 4 1 4 F16 1+1 0");
         let with = |format| PackedParts { format, ..first.clone() }.fingerprint();
         let others = [

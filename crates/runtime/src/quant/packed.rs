@@ -40,6 +40,10 @@ pub enum ScaleDtype {
     F16,
     BF16,
     E8m0,
+    /// Numbers in e4m3, times a factor of the whole matrix (ModelOpt).
+    E4m3Times,
+    /// Numbers in e4m3, divided by a factor of the whole matrix (compressed-tensors).
+    E4m3Over,
 }
 
 impl ScaleDtype {
@@ -48,7 +52,16 @@ impl ScaleDtype {
         match self {
             ScaleDtype::F32 => 4,
             ScaleDtype::F16 | ScaleDtype::BF16 => 2,
-            ScaleDtype::E8m0 => 1,
+            ScaleDtype::E8m0 | ScaleDtype::E4m3Times | ScaleDtype::E4m3Over => 1,
+        }
+    }
+
+    /// Returns a stored scale with the factor of its matrix.
+    pub(super) fn with_factor(self, scale: f32, factor: f32) -> f32 {
+        match self {
+            ScaleDtype::E4m3Times => scale * factor,
+            ScaleDtype::E4m3Over => scale / factor,
+            ScaleDtype::F32 | ScaleDtype::F16 | ScaleDtype::BF16 | ScaleDtype::E8m0 => scale,
         }
     }
 
@@ -59,13 +72,14 @@ impl ScaleDtype {
         self.value(little_endian.fold(0, |bits, byte| bits << 8 | u32::from(*byte)))
     }
 
-    /// Returns the value of these bits.
+    /// Returns the value of these bits, without a factor.
     pub fn value(self, bits: u32) -> f32 {
         match self {
             ScaleDtype::F32 => f32::from_bits(bits),
             ScaleDtype::F16 => f16::from_bits(bits as u16).to_f32(),
             ScaleDtype::BF16 => bf16::from_bits(bits as u16).to_f32(),
             ScaleDtype::E8m0 => e8m0(bits as u8),
+            ScaleDtype::E4m3Times | ScaleDtype::E4m3Over => E4M3[(bits & 0xff) as usize],
         }
     }
 }
@@ -107,6 +121,8 @@ pub struct PackedTensor<'a> {
     pub zeros: Option<&'a [u8]>,
     /// The group of each column in 32 bits, if columns name their groups.
     pub groups: Option<&'a [u8]>,
+    /// The factor of all scales, for a type of scales that has one.
+    pub factor: f32,
 }
 
 /// Columns that are decoded before they are transposed: a line of the cache.
@@ -261,7 +277,7 @@ impl PackedTensor<'_> {
 
     fn scale(&self, row: usize, group: usize) -> f32 {
         let at = self.format.scale_index(row, group);
-        self.format.scales.read(self.scales, at)
+        self.format.scales.with_factor(self.format.scales.read(self.scales, at), self.factor)
     }
 
     pub(super) fn zero(&self, row: usize, group: usize) -> f32 {
@@ -454,8 +470,14 @@ mod tests {
             ..format(CodeLayout::ColumnWords, 4)
         };
         let scales: Vec<u8> = [1f32; 8].iter().flat_map(|scale| scale.to_le_bytes()).collect();
-        let tensor =
-            PackedTensor { format, codes: &[0; 32], scales: &scales, zeros: Some(&zeros), groups: None };
+        let tensor = PackedTensor {
+            format,
+            codes: &[0; 32],
+            scales: &scales,
+            zeros: Some(&zeros),
+            groups: None,
+            factor: 1.0,
+        };
         let mut out = [0.0; 8];
         tensor.decode(0..8, 0..1, &mut out);
         assert_eq!(out, [0.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0]);
@@ -481,6 +503,7 @@ mod tests {
                     scales: &scales,
                     zeros: Some(&zeros),
                     groups: None,
+                    factor: 1.0,
                 };
                 let wanted = |row: usize, column: usize| {
                     let zero = zero(row, column / 8, bits);
@@ -510,6 +533,7 @@ mod tests {
             scales: &scales,
             zeros: Some(&zeros),
             groups: Some(&groups),
+            factor: 1.0,
         };
         let mut out = vec![0.0; 2 * 20];
         tensor.decode(5..7, 1..21, &mut out);
@@ -530,6 +554,7 @@ mod tests {
             scales: &scales,
             zeros: None,
             groups: None,
+            factor: 1.0,
         };
         let mut out = [0.0; 24];
         tensor.decode(2..3, 0..24, &mut out);
@@ -552,7 +577,8 @@ mod tests {
         let codes: Vec<u8> = (0..42).map(|i| i * 5).collect();
         let scales: Vec<u8> =
             [1.5, -2.0, 0.25, 8.0].iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
-        let tensor = PackedTensor { format, codes: &codes, scales: &scales, zeros: None, groups: None };
+        let tensor =
+            PackedTensor { format, codes: &codes, scales: &scales, zeros: None, groups: None, factor: 1.0 };
         let mut out = [0.0; 42];
         tensor.decode(0..6, 0..7, &mut out);
         let wanted = listed(6, 7, |row, column| {
@@ -562,8 +588,14 @@ mod tests {
         let zeros = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0xff];
         let format = PackedFormat { codes: CodeLayout::I8, row_block: 1, ..format };
         let scales: Vec<u8> = (1..13).flat_map(|v| bf16::from_f32(v as f32).to_le_bytes()).collect();
-        let tensor =
-            PackedTensor { format, codes: &codes, scales: &scales, zeros: Some(&zeros), groups: None };
+        let tensor = PackedTensor {
+            format,
+            codes: &codes,
+            scales: &scales,
+            zeros: Some(&zeros),
+            groups: None,
+            factor: 1.0,
+        };
         let mut last = [0.0];
         tensor.decode(5..6, 6..7, &mut last);
         assert_eq!(last, [12.0 * (f32::from(205u8.cast_signed()) + 1.0)]);

@@ -60,6 +60,7 @@ impl PackedTensor<'_> {
             let scales = to.bytes_mut(RunMeaning::ScaleBytes).chunks_exact_mut(size);
             scales.zip(cells.clone()).for_each(|(to, cell)| to.copy_from_slice(scale(cell)));
         }
+        *to.offset = self.factor;
         if format.has_zeros {
             let signed = if self.format.codes == CodeLayout::I8 { 128.0 } else { 0.0 };
             for (to, (block, group)) in to.bytes_mut(RunMeaning::Zeros).iter_mut().zip(cells) {
@@ -164,7 +165,7 @@ mod tests {
     #[test]
     fn every_layout_keeps_its_values() {
         use CodeLayout::{ColumnWords, E2m1, E4m3, I8, InterleavedWords, RowWords};
-        use ScaleDtype::{BF16, E8m0, F16, F32};
+        use ScaleDtype::{BF16, E4m3Over, E4m3Times, E8m0, F16, F32};
         let cases = [
             (format(RowWords, 4, 72, [1, 32], F16), false, false),
             (format(RowWords, 4, 71, [1, 32], BF16), true, false),
@@ -180,6 +181,8 @@ mod tests {
             (format(E4m3, 8, 90, [ROWS, 90], BF16), false, false),
             (format(E4m3, 8, 91, [1, 91], BF16), false, false),
             (format(E2m1, 4, 96, [1, 32], E8m0), false, false),
+            (format(E2m1, 4, 96, [1, 16], E4m3Times), false, false),
+            (format(E2m1, 4, 96, [1, 16], E4m3Over), false, false),
         ];
         for (at, (format, has_zeros, by_column)) in cases.into_iter().enumerate() {
             let PackedFormat { rows, columns, groups, scales, row_block, .. } = format;
@@ -189,7 +192,8 @@ mod tests {
             // A group beyond the last counts as the last.
             let named: Vec<u8> = (0..columns as u32).flat_map(|i| (i * 7 % 5).to_le_bytes()).collect();
             let (zeros, named) = (has_zeros.then_some(&zeros[..]), by_column.then_some(&named[..]));
-            let packed = PackedTensor { format, codes: &codes, scales: &scales, zeros, groups: named };
+            let packed =
+                PackedTensor { format, codes: &codes, scales: &scales, zeros, groups: named, factor: 3e-3 };
             let mut wanted = vec![0f32; rows * columns];
             packed.decode(0..rows, 0..columns, &mut wanted);
             let kept = format.kept(has_zeros, by_column).expect("a format");

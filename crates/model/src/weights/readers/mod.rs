@@ -15,6 +15,7 @@ mod bitsandbytes;
 mod compressed_tensors;
 mod fp8;
 mod gptq;
+mod modelopt;
 mod mxfp4;
 mod reader;
 
@@ -32,13 +33,14 @@ use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// All formats; the only registry.
-static FORMATS: [&dyn CheckpointFormat; 6] = [
+static FORMATS: [&dyn CheckpointFormat; 7] = [
     &bitsandbytes::Bitsandbytes,
     &fp8::Fp8,
     &gptq::Gptq,
     &awq::Awq,
     &compressed_tensors::CompressedTensors,
     &mxfp4::Mxfp4,
+    &modelopt::ModelOpt,
 ];
 
 /// Returns whether a tensor of this name belongs to the quantized weight of another.

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::quant::{PackedFormat, ScaleDtype};
 use crate::weights::header::clip;
 use crate::weights::packed::PackedParts;
+use crate::weights::quantized::read_f32;
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::tensor_info::ShardRange;
 use crate::weights::{StoredDtype, TensorInfo};
@@ -210,10 +211,34 @@ impl StoredWeight<'_, '_> {
             scales: place(scales),
             zeros: zeros.map(place),
             groups: groups.map(place),
+            factor: None,
             scattered: groups.is_some_and(|groups| self.is_scattered(groups, format.column_block)),
             bytes: self.stored_bytes,
         };
         Ok((info, StoredParts::Packed(parts)))
+    }
+
+    /// Returns a weight from [`StoredWeight::packed`] whose scales have a factor: the number in the
+    /// companion `end` of the module.
+    pub(super) fn with_factor(
+        &self,
+        (info, parts): (TensorInfo, StoredParts),
+        end: &str,
+    ) -> Result<(TensorInfo, StoredParts), String> {
+        let (name, factor) = (&end[1..], self.required(end)?);
+        if factor.dtype != StoredDtype::F32 || factor.elements() != 1 {
+            let (dtype, shape) = (factor.dtype, &factor.shape);
+            return Err(format!("{name} has dtype {dtype} and shape {shape:?}; accepted: one number of F32"));
+        }
+        // Its value may not be available.
+        match read_f32((self.bytes)(factor)).next().filter(|value| !value.is_normal()) {
+            Some(value) => Err(format!("{name} is {value}; accepted: finite numbers other than 0")),
+            None => {
+                let StoredParts::Packed(mut parts) = parts else { return Ok((info, parts)) };
+                parts.factor = Some(ShardRange { shard: factor.shard, range: factor.range.clone() });
+                Ok((info, StoredParts::Packed(parts)))
+            }
+        }
     }
 
     /// Returns the error for a weight that cannot be read.

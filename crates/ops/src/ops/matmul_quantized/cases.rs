@@ -51,6 +51,7 @@ pub(in crate::ops) fn quantized(
 /// Returns a matrix of random codes, zeros and groups, with scales near 1/8.
 fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
     let mut matrix = QuantBuffer::zeros(QuantFormat::Grid(*format), n);
+    matrix.runs.offset = 8.0;
     let groups = format.groups() as u64;
     for run in format.runs(n) {
         let bits = |at: usize| stream.part(run.meaning as u64).bits(at as u64);
@@ -64,6 +65,7 @@ fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
                 bytes.for_each(|(at, byte)| {
                     *byte = match (meaning, format.scales) {
                         (RunMeaning::ColumnGroups, _) => ((bits(at / 2) % groups) >> (at % 2 * 8)) as u8,
+                        (RunMeaning::ScaleBytes, ScaleDtype::E4m3Over) => 0x38 + (bits(at) % 8) as u8,
                         (RunMeaning::ScaleBytes, ScaleDtype::E8m0) => 122 + (bits(at) % 4) as u8,
                         // The upper byte of 1/8.
                         (RunMeaning::ScaleBytes, ScaleDtype::F16) if at % 2 == 1 => 0x30,
@@ -98,7 +100,7 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
 ];
 
 /// The tested formats of other tools, which have no kernels. A matrix gives them its width.
-pub(in crate::ops) const GRIDS: [QuantFormat; 5] = [
+pub(in crate::ops) const GRIDS: [QuantFormat; 6] = [
     QuantFormat::Grid(GridFormat { has_zeros: true, ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16) }),
     QuantFormat::Grid(GridFormat {
         has_zeros: true,
@@ -108,6 +110,7 @@ pub(in crate::ops) const GRIDS: [QuantFormat; 5] = [
     QuantFormat::Grid(grid(GridCodes::Int8, [1, 72], ScaleDtype::BF16)),
     QuantFormat::Grid(grid(GridCodes::E4m3, [16, 32], ScaleDtype::F32)),
     QuantFormat::Grid(grid(GridCodes::E2m1, [1, 24], ScaleDtype::E8m0)),
+    QuantFormat::Grid(grid(GridCodes::E2m1, [1, 16], ScaleDtype::E4m3Over)),
 ];
 
 /// Returns the cases of products with a quantized weight.

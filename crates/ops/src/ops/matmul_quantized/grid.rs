@@ -39,7 +39,12 @@ fn scales(weight: &Quantized, format: &GridFormat, device: &Device) -> Result<Te
         other => (0..1 << (8 * other.bytes())).map(|bits| other.value(bits)).collect(),
     };
     let bits = if format.scales.bytes() == 1 { stored.to_dtype(DType::U32)? } else { pairs(stored)? };
-    look_up(&table, &bits, device)
+    let scales = look_up(&table, &bits, device)?;
+    Ok(match format.scales {
+        ScaleDtype::E4m3Times => (scales * f64::from(weight.offset))?,
+        ScaleDtype::E4m3Over => (scales / f64::from(weight.offset))?,
+        _ => scales,
+    })
 }
 
 /// Returns the 16-bit numbers of pairs of bytes, the lower byte first.

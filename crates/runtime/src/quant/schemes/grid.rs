@@ -97,11 +97,11 @@ impl GridFormat {
         if self.scales == ScaleDtype::F32 { RunMeaning::Scales } else { RunMeaning::ScaleBytes }
     }
 
-    /// Reads the scale of a cell.
+    /// Reads the scale of a cell. The offset of the runs is the factor of the matrix.
     fn scale(&self, runs: &RunsView<'_>, cell: usize) -> f32 {
         match self.scales {
             ScaleDtype::F32 => runs.floats(RunMeaning::Scales)[cell],
-            other => other.read(runs.bytes(RunMeaning::ScaleBytes), cell),
+            other => other.with_factor(other.read(runs.bytes(RunMeaning::ScaleBytes), cell), runs.offset),
         }
     }
 
@@ -197,7 +197,8 @@ impl QuantScheme for GridFormat {
             (GridCodes::Int4, _) => "int4",
             (GridCodes::Int8, _) => "int8",
             (GridCodes::E4m3, _) => "fp8",
-            (GridCodes::E2m1, _) => "mxfp4",
+            (GridCodes::E2m1, ScaleDtype::E8m0) => "mxfp4",
+            (GridCodes::E2m1, _) => "nvfp4",
         }
     }
 
@@ -251,6 +252,7 @@ impl QuantScheme for GridFormat {
             ScaleDtype::F16 => "f16",
             ScaleDtype::BF16 => "bf16",
             ScaleDtype::E8m0 => "e8m0",
+            ScaleDtype::E4m3Times | ScaleDtype::E4m3Over => "e4m3",
         };
         format!("{} {} (scales in {scales}), as stored", self.name(), self.blocks_in_words())
     }
