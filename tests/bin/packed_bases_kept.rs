@@ -13,8 +13,14 @@ use serde_json::{Value, json};
 
 const GPTQ: &str = "tiny-gptq-4-g32-act";
 const MODELS: [&str; 5] = [GPTQ, "tiny-awq-4-g32", "tiny-ct-int4-g32-asym", "tiny-fp8-block", "tiny-mxfp4"];
-const OTHERS: [&str; 5] =
-    ["tiny-gguf-q4_0", "tiny-gguf-q8_0", "tiny-ct-nvfp4", "tiny-modelopt-nvfp4", "tiny-modelopt-fp8"];
+const OTHERS: [&str; 6] = [
+    "tiny-gguf-q4_0",
+    "tiny-gguf-q8_0",
+    "tiny-ct-nvfp4",
+    "tiny-modelopt-nvfp4",
+    "tiny-modelopt-fp8",
+    "tiny-hqq-4",
+];
 const KEPT: [&str; 2] = ["--set", "model.dequantize=false"];
 
 /// A folder in which `model` is a packed model.

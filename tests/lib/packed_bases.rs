@@ -314,6 +314,41 @@ fn malformed_floats_of_four_bits() {
     assert_snapshot!(refused(&json!({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}), &modelopt_layer()), @r#"`quantization_config.quant_algo` is "NVFP4_AWQ"; accepted: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4""#);
 }
 
+/// The layer of HQQ with 2 outputs and 4 inputs in groups of 2.
+fn hqq_layer() -> Vec<Tensor> {
+    vec![
+        ("x.W_q", Dtype::U8, vec![2, 2], vec![0x18, 0x29, 0x3a, 0x4f]),
+        ("x.scale", Dtype::BF16, vec![4, 1], bf16s(&[1.0, 2.0, 0.5, 4.0])),
+        ("x.zero", Dtype::BF16, vec![4, 1], bf16s(&[0.0, 2.5, 8.0, 1.0])),
+        ("x.shape", Dtype::I64, vec![2], sizes(&[2, 4])),
+        ("x.axis", Dtype::I32, vec![], indices(&[1])),
+    ]
+}
+
+#[test]
+fn groups_of_hqq() {
+    let settings = json!({"quant_method": "hqq", "quant_config": {}});
+    // The high halves of the bytes are the first two groups.
+    gives(&settings, &hqq_layer(), "hqq int4", &[1.0, 2.0, 1.0, 3.0, 0.0, 0.5, 36.0, 56.0]);
+    let mut wide = hqq_layer();
+    wide[0] = ("x.W_q", Dtype::U8, vec![4, 2], vec![1, 2, 3, 4, 200, 255, 0, 1]);
+    gives(&settings, &wide, "hqq int8", &[1.0, 2.0, 1.0, 3.0, 96.0, 123.5, -4.0, 0.0]);
+    let of = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let mut tensors = hqq_layer();
+        change(&mut tensors);
+        refused(&settings, &tensors)
+    };
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(0))), @"hqq: W_q is missing");
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(2))), @"hqq: zero is missing");
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(3))), @"hqq: shape is missing");
+    assert_snapshot!(of(&|tensors| tensors[1].2 = vec![1, 4]), @"hqq: scale has shape [1, 4]; accepted: one column, of groups along axis 1");
+    assert_snapshot!(of(&|tensors| tensors[2].2 = vec![4]), @"hqq: zero has shape [4]; accepted: [4, 1]");
+    assert_snapshot!(of(&|tensors| tensors[3].3 = sizes(&[4, 4])), @"hqq: shape is [4, 4], and scale has 4 groups of 2; accepted: whole groups in each row");
+    assert_snapshot!(of(&|tensors| tensors[3].3 = sizes(&[-1, 4])), @"hqq: shape is [-1, 4]; accepted: two numbers from 0");
+    assert_snapshot!(of(&|tensors| tensors[0] = ("x.W_q", Dtype::U8, vec![1, 2], vec![0, 0])), @"hqq: W_q has shape [1, 2]; accepted: [4, 2] (8 bits), [2, 2] (4 bits)");
+    assert_snapshot!(of(&|tensors| tensors[0] = ("x.W_q", Dtype::BF16, vec![1, 2], vec![0; 4])), @"hqq: W_q has dtype BF16; accepted: U8");
+}
+
 /// Large enough for several tasks, from the start of a row and from its middle.
 #[test]
 fn threads_read_what_one_thread_does() {

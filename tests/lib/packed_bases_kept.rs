@@ -132,6 +132,18 @@ fn weights_have_the_values_of_the_packages() {
     nvfp4 in groups of 16 (scales in e4m3), as stored: 2304 bytes
     nvfp4 in groups of 16 (scales in e4m3), as stored: 4608 bytes
     ");
+    assert_snapshot!(of("tiny-hqq-4"), @"
+    int4 in groups of 64 (scales in bf16), as stored: 4608 bytes
+    int4 with one scale a row (scales in bf16), as stored: 1152 bytes
+    int4 with one scale a row (scales in bf16), as stored: 2304 bytes
+    int4 with one scale a row (scales in bf16), as stored: 4608 bytes
+    ");
+    assert_snapshot!(of("tiny-hqq-8"), @"
+    int8 in groups of 64 (scales in bf16), as stored: 8704 bytes
+    int8 with one scale a row (scales in bf16), as stored: 2176 bytes
+    int8 with one scale a row (scales in bf16), as stored: 4352 bytes
+    int8 with one scale a row (scales in bf16), as stored: 8704 bytes
+    ");
     assert_snapshot!(of("tiny-modelopt-fp8"), @"
     fp8 with one scale for 128 rows (scales in f32), as stored: 8196 bytes
     fp8 with one scale for 32 rows (scales in f32), as stored: 2052 bytes

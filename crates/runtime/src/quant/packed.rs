@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use half::{bf16, f16};
+use super::small_floats::{E2M1, E4M3, ScaleDtype};
 
 /// Position within a word of each of eight rows of AWQ.
 const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
@@ -30,57 +30,17 @@ pub enum CodeLayout {
     /// Words of eight rows of a column in the order 0, 2, 4, 6, 1, 3, 5, 7, `[columns, words]`
     /// (AWQ). Zeros are `[groups, words]` in the same order, and scales `[groups, rows]`.
     InterleavedWords,
+    /// Unsigned bytes, row by row (HQQ). Zeros are stored as numbers of the type of the scales.
+    U8,
+    /// Halves of bytes (HQQ). The high halves hold the first half of all groups, a group after the
+    /// other, and the low halves the second. Zeros are stored as those of `U8`.
+    GroupHalves,
 }
 
-/// The type of scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "each name says its width and kind")]
-pub enum ScaleDtype {
-    F32,
-    F16,
-    BF16,
-    E8m0,
-    /// Numbers in e4m3, times a factor of the whole matrix (ModelOpt).
-    E4m3Times,
-    /// Numbers in e4m3, divided by a factor of the whole matrix (compressed-tensors).
-    E4m3Over,
-}
-
-impl ScaleDtype {
-    /// Returns the bytes of a scale.
-    pub fn bytes(self) -> usize {
-        match self {
-            ScaleDtype::F32 => 4,
-            ScaleDtype::F16 | ScaleDtype::BF16 => 2,
-            ScaleDtype::E8m0 | ScaleDtype::E4m3Times | ScaleDtype::E4m3Over => 1,
-        }
-    }
-
-    /// Returns a stored scale with the factor of its matrix.
-    pub(super) fn with_factor(self, scale: f32, factor: f32) -> f32 {
-        match self {
-            ScaleDtype::E4m3Times => scale * factor,
-            ScaleDtype::E4m3Over => scale / factor,
-            ScaleDtype::F32 | ScaleDtype::F16 | ScaleDtype::BF16 | ScaleDtype::E8m0 => scale,
-        }
-    }
-
-    /// Reads one of the scales in `bytes`.
-    pub(super) fn read(self, bytes: &[u8], at: usize) -> f32 {
-        let size = self.bytes();
-        let little_endian = bytes[size * at..size * at + size].iter().rev();
-        self.value(little_endian.fold(0, |bits, byte| bits << 8 | u32::from(*byte)))
-    }
-
-    /// Returns the value of these bits, without a factor.
-    pub fn value(self, bits: u32) -> f32 {
-        match self {
-            ScaleDtype::F32 => f32::from_bits(bits),
-            ScaleDtype::F16 => f16::from_bits(bits as u16).to_f32(),
-            ScaleDtype::BF16 => bf16::from_bits(bits as u16).to_f32(),
-            ScaleDtype::E8m0 => e8m0(bits as u8),
-            ScaleDtype::E4m3Times | ScaleDtype::E4m3Over => E4M3[(bits & 0xff) as usize],
-        }
+impl CodeLayout {
+    /// Returns whether zeros are numbers of the type of the scales.
+    pub(super) fn has_float_zeros(self) -> bool {
+        matches!(self, CodeLayout::U8 | CodeLayout::GroupHalves)
     }
 }
 
@@ -154,7 +114,7 @@ pub(super) struct GroupRun {
 impl PackedFormat {
     /// Returns whether the codes of a row are adjacent.
     fn is_by_rows(&self) -> bool {
-        matches!(self.codes, CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 | CodeLayout::RowWords)
+        !matches!(self.codes, CodeLayout::ColumnWords | CodeLayout::InterleavedWords)
     }
 
     fn codes_per_word(&self) -> usize {
@@ -171,7 +131,11 @@ impl PackedFormat {
     fn zero_index(&self, row: usize, group: usize) -> usize {
         let n = self.codes_per_word();
         match self.codes {
-            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => row * self.groups + group,
+            CodeLayout::E4m3
+            | CodeLayout::E2m1
+            | CodeLayout::I8
+            | CodeLayout::U8
+            | CodeLayout::GroupHalves => row * self.groups + group,
             CodeLayout::RowWords => (row / n * self.groups + group) * n + row % n,
             CodeLayout::ColumnWords => group * self.rows + row,
             CodeLayout::InterleavedWords => group * self.rows + row / 8 * 8 + AWQ_POSITIONS[row % 8],
@@ -219,6 +183,18 @@ impl PackedTensor<'_> {
             CodeLayout::I8 => by_rows(&area, &scales, out, |row, range| {
                 let start = row * columns;
                 codes[start + range.start..start + range.end].iter().map(|code| f32::from(code.cast_signed()))
+            }),
+            CodeLayout::U8 => by_rows(&area, &scales, out, |row, range| {
+                let start = row * columns;
+                codes[start + range.start..start + range.end].iter().map(|code| f32::from(*code))
+            }),
+            CodeLayout::GroupHalves => by_rows(&area, &scales, out, |row, range| {
+                let half = self.format.rows * columns / 2;
+                range.map(move |column| {
+                    let at = row * columns + column;
+                    let high = u8::from(at < half);
+                    f32::from(codes[at % half] >> (4 * high) & 15)
+                })
             }),
             CodeLayout::RowWords => by_rows(&area, &scales, out, |row, range| {
                 let line = &codes[row * columns.div_ceil(n) * 4..];
@@ -286,6 +262,9 @@ impl PackedTensor<'_> {
             return if codes == CodeLayout::RowWords { (1 << (bits - 1)) as f32 } else { 0.0 };
         };
         let at = self.format.zero_index(row, group);
+        if codes.has_float_zeros() {
+            return self.format.scales.read(zeros, at);
+        }
         if codes == CodeLayout::I8 {
             return f32::from(zeros[at].cast_signed());
         }
@@ -346,40 +325,10 @@ fn by_columns<I: Iterator<Item = f32>>(
     }
 }
 
-/// Returns the power of two of an exponent with bias 127; 255 is NaN (OCP MX 1.0).
-fn e8m0(exponent: u8) -> f32 {
-    match exponent {
-        0 => f32::MIN_POSITIVE / 2.0,
-        255 => f32::NAN,
-        other => f32::from_bits(u32::from(other) << 23),
-    }
-}
-
-/// Values of e2m1 (OCP MX 1.0).
-pub(super) static E2M1: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
 fn word(bytes: &[u8], at: usize) -> u32 {
     let bytes = &bytes[4 * at..4 * at + 4];
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
-
-/// Values of e4m3 without infinities: 4 bits of exponent with bias 7, 3 of fraction (OCP OFP8 1.0).
-pub(super) static E4M3: [f32; 256] = {
-    let mut table = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, fraction) = (code as u32 >> 3 & 15, code as u32 & 7);
-        let magnitude = match exponent {
-            15 if fraction == 7 => f32::NAN,
-            0 => fraction as f32 / 512.0,
-            _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
-        };
-        table[code] = if code < 128 { magnitude } else { -magnitude };
-        code += 1;
-    }
-    table
-};
 
 #[cfg(test)]
 mod tests {
@@ -445,7 +394,7 @@ mod tests {
                 by_groups,
                 listed(3, 16, |group, at| zero(at / 8 * 8 + order[at % 8], group, bits)),
             ),
-            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => unreachable!("not of words"),
+            _ => unreachable!("not of words"),
         };
         let scales = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         [words(&codes, bits), scales, words(&zeros, bits)]

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::packed::{CodeLayout, PackedFormat, PackedTensor, ScaleDtype};
+use super::packed::{CodeLayout, PackedFormat, PackedTensor};
 use super::runs::{RunMeaning, RunsViewMut};
-use super::schemes::{GridCodes, GridFormat};
+use super::schemes::{GridCodes, GridFormat, GridZeros};
+use super::small_floats::ScaleDtype;
 
 /// The rows whose codes a thread rearranges at once: an even number, so that their codes fill whole
 /// bytes.
@@ -16,7 +17,7 @@ const ROWS: usize = 32;
 impl PackedFormat {
     /// Returns the format in which a run keeps such a matrix. Zeros are stored if `has_zeros`;
     /// columns name their groups if `by_column`. `None` if the matrix is empty or has more groups
-    /// than 16 bits can name.
+    /// than 16 bits can name, or if zeros are numbers in f32.
     pub fn kept(&self, has_zeros: bool, by_column: bool) -> Option<GridFormat> {
         let codes = match (self.codes, self.bits) {
             (CodeLayout::E4m3, _) => GridCodes::E4m3,
@@ -25,8 +26,15 @@ impl PackedFormat {
             _ => GridCodes::Int8,
         };
         let PackedFormat { rows, columns, row_block, column_block, scales, groups, .. } = *self;
-        let fits = rows > 0 && columns > 0 && groups <= 1 << 16;
-        fits.then_some(GridFormat { codes, columns, row_block, column_block, scales, has_zeros, by_column })
+        let zeros = match (has_zeros, self.codes.has_float_zeros()) {
+            (false, _) => GridZeros::Implied,
+            (true, false) => GridZeros::Bytes,
+            (true, true) => GridZeros::AsScales,
+        };
+        // Numbers in f32 are a run of their own type, which only scales have.
+        let fits = zeros != GridZeros::AsScales || scales != ScaleDtype::F32;
+        let fits = fits && rows > 0 && columns > 0 && groups <= 1 << 16;
+        fits.then_some(GridFormat { codes, columns, row_block, column_block, scales, zeros, by_column })
     }
 }
 
@@ -61,11 +69,18 @@ impl PackedTensor<'_> {
             scales.zip(cells.clone()).for_each(|(to, cell)| to.copy_from_slice(scale(cell)));
         }
         *to.offset = self.factor;
-        if format.has_zeros {
-            let signed = if self.format.codes == CodeLayout::I8 { 128.0 } else { 0.0 };
-            for (to, (block, group)) in to.bytes_mut(RunMeaning::Zeros).iter_mut().zip(cells) {
-                *to = (self.zero(block * row_block, group) + signed) as u8;
+        match (format.zeros, self.zeros) {
+            (GridZeros::Bytes, _) => {
+                let signed = if self.format.codes == CodeLayout::I8 { 128.0 } else { 0.0 };
+                for (to, (block, group)) in to.bytes_mut(RunMeaning::Zeros).iter_mut().zip(cells) {
+                    *to = (self.zero(block * row_block, group) + signed) as u8;
+                }
             }
+            (GridZeros::AsScales, Some(zeros)) => {
+                let to = to.bytes_mut(RunMeaning::Zeros);
+                to.copy_from_slice(&zeros[..to.len()]);
+            }
+            _ => {}
         }
         if format.by_column {
             let named = to.bytes_mut(RunMeaning::ColumnGroups).chunks_exact_mut(2);
@@ -79,7 +94,9 @@ impl PackedTensor<'_> {
     fn plain_codes(&self, rows: Range<usize>, out: &mut [u8]) {
         let columns = self.format.columns;
         match self.format.codes {
-            CodeLayout::E4m3 => out.copy_from_slice(&self.codes[rows.start * columns..rows.end * columns]),
+            CodeLayout::E4m3 | CodeLayout::U8 => {
+                out.copy_from_slice(&self.codes[rows.start * columns..rows.end * columns])
+            }
             CodeLayout::I8 => {
                 let codes = &self.codes[rows.start * columns..rows.end * columns];
                 out.iter_mut().zip(codes).for_each(|(to, code)| *to = code ^ 0x80);
@@ -91,7 +108,10 @@ impl PackedTensor<'_> {
                     line.iter_mut().enumerate().for_each(|(column, to)| *to = code(column));
                 }
             }
-            CodeLayout::RowWords | CodeLayout::ColumnWords | CodeLayout::InterleavedWords => {
+            CodeLayout::RowWords
+            | CodeLayout::ColumnWords
+            | CodeLayout::InterleavedWords
+            | CodeLayout::GroupHalves => {
                 let mut values = vec![0f32; out.len()];
                 self.decode_codes(rows, &mut values);
                 out.iter_mut().zip(values).for_each(|(to, code)| *to = code as u8);
@@ -164,7 +184,7 @@ mod tests {
 
     #[test]
     fn every_layout_keeps_its_values() {
-        use CodeLayout::{ColumnWords, E2m1, E4m3, I8, InterleavedWords, RowWords};
+        use CodeLayout::{ColumnWords, E2m1, E4m3, GroupHalves, I8, InterleavedWords, RowWords, U8};
         use ScaleDtype::{BF16, E4m3Over, E4m3Times, E8m0, F16, F32};
         let cases = [
             (format(RowWords, 4, 72, [1, 32], F16), false, false),
@@ -181,6 +201,8 @@ mod tests {
             (format(E4m3, 8, 90, [ROWS, 90], BF16), false, false),
             (format(E4m3, 8, 91, [1, 91], BF16), false, false),
             (format(E2m1, 4, 96, [1, 32], E8m0), false, false),
+            (format(U8, 8, 96, [1, 32], BF16), true, false),
+            (format(GroupHalves, 4, 96, [1, 32], F16), true, false),
             (format(E2m1, 4, 96, [1, 16], E4m3Times), false, false),
             (format(E2m1, 4, 96, [1, 16], E4m3Over), false, false),
         ];
@@ -188,7 +210,7 @@ mod tests {
             let PackedFormat { rows, columns, groups, scales, row_block, .. } = format;
             let codes = bytes((columns + 8) * rows, at);
             let scales = bytes(rows.div_ceil(row_block) * groups * scales.bytes(), at + 100);
-            let zeros = bytes(rows * groups + 4 * groups, at + 200);
+            let zeros = bytes(2 * rows * groups + 4 * groups, at + 200);
             // A group beyond the last counts as the last.
             let named: Vec<u8> = (0..columns as u32).flat_map(|i| (i * 7 % 5).to_le_bytes()).collect();
             let (zeros, named) = (has_zeros.then_some(&zeros[..]), by_column.then_some(&named[..]));

@@ -15,7 +15,7 @@ pub enum RunMeaning {
     NestedScales,
     /// Bytes of scales of another type than f32, little-endian.
     ScaleBytes,
-    /// Zeros, one byte per scale.
+    /// Zeros, one per scale: a byte, or a number of the type of the scales.
     Zeros,
     /// Group of each column, in 16 bits, little-endian.
     ColumnGroups,

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use crate::error::Result;
 use crate::quant;
-use crate::quant::{BlockType, GridCodes, GridFormat, RunMeaning, RunsViewMut, ScaleDtype};
+use crate::quant::{BlockType, GridCodes, GridFormat, GridZeros, RunMeaning, RunsViewMut, ScaleDtype};
 use crate::weights::StoredElement;
 use crate::weights::tensor_info::ShardRange;
 
@@ -115,7 +115,7 @@ impl BlockParts {
             row_block: 1,
             column_block: self.kind()?.elements(),
             scales: ScaleDtype::F16,
-            has_zeros: false,
+            zeros: GridZeros::Implied,
             by_column: false,
         })
     }

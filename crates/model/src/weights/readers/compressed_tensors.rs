@@ -260,20 +260,12 @@ fn codes_of<'w>(weight: &'w StoredWeight<'_, '_>) -> Result<StoredCodes<'w>, Str
         return floats_of(weight);
     }
     let words = weight.words(WORDS)?;
-    let shape = weight.required(SHAPE)?;
-    expect("weight_shape", shape, StoredDtype::I64, Some(&[2]))?;
-    let (stored, _) = (weight.bytes)(shape).as_chunks::<8>();
-    let sizes: Vec<i64> = stored.iter().map(|size| i64::from_le_bytes(*size)).collect();
-    let [Ok(rows), Ok(columns)] =
-        [0, 1].map(|at| usize::try_from(sizes.get(at).copied().unwrap_or_default()))
-    else {
-        return Err(format!("weight_shape is {sizes:?}; accepted: two numbers from 0"));
-    };
+    let [rows, columns] = weight.stored_shape(SHAPE)?;
     let [narrow, wide] = [8, 4].map(|in_word| [rows, columns.div_ceil(in_word)]);
     let kinds = [(narrow, Codes::Int4), (wide, Codes::Int8)];
     let Some((_, kind)) = kinds.into_iter().find(|(shape, _)| words.shape == shape) else {
         return Err(format!(
-            "weight_packed has shape {:?}; accepted for weight_shape {sizes:?}: {narrow:?} (4 bits), {wide:?} (8 bits)",
+            "weight_packed has shape {:?}; accepted for weight_shape [{rows}, {columns}]: {narrow:?} (4 bits), {wide:?} (8 bits)",
             words.shape
         ));
     };

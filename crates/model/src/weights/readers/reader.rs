@@ -38,6 +38,12 @@ pub(super) trait CheckpointFormat: Sync {
     /// Returns the weight of which a tensor of this name would be a companion.
     fn owner(&self, name: &str) -> Option<String>;
 
+    /// Returns whether a tensor of this name is a companion in any model: a format with common
+    /// names has few of these.
+    fn is_telling(&self, name: &str) -> bool {
+        self.owner(name).is_some()
+    }
+
     /// Returns whether a reader reads the values of a tensor of this name. They are fetched even if
     /// a plan reads only the headers of a model.
     fn is_label(&self, _name: &str) -> bool {
@@ -152,6 +158,19 @@ impl StoredWeight<'_, '_> {
     /// Returns the tensor under the weight's own name.
     pub(super) fn codes(&self) -> Result<&TensorInfo, String> {
         self.tensors.get(self.name).ok_or_else(|| "its codes are missing".into())
+    }
+
+    /// Returns the rows and columns that the companion `end` of the module holds.
+    pub(super) fn stored_shape(&self, end: &str) -> Result<[usize; 2], String> {
+        let (name, shape) = (&end[1..], self.required(end)?);
+        expect(name, shape, StoredDtype::I64, Some(&[2]))?;
+        let (stored, _) = (self.bytes)(shape).as_chunks::<8>();
+        let sizes: Vec<i64> = stored.iter().map(|size| i64::from_le_bytes(*size)).collect();
+        let size = |at: usize| usize::try_from(sizes.get(at).copied().unwrap_or_default());
+        match (size(0), size(1)) {
+            (Ok(rows), Ok(columns)) => Ok([rows, columns]),
+            _ => Err(format!("{name} is {sizes:?}; accepted: two numbers from 0")),
+        }
     }
 
     /// Returns the companion `end` if it names one of `groups` for each of `columns`, or its values

@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Transpose};
 use crate::quant::{
-    GridCodes, GridFormat, QuantBuffer, QuantFormat, QuantScheme as _, RunDtype, RunMeaning, ScaleDtype,
+    GridCodes, GridFormat, GridZeros, QuantBuffer, QuantFormat, QuantScheme as _, RunDtype, RunMeaning,
+    ScaleDtype,
 };
 use crate::recipe::enums::QuantKind;
 use crate::runtime::rng::RngStream;
@@ -72,6 +73,8 @@ fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
                         (RunMeaning::ScaleBytes, _) if at % 2 == 1 => 0x3e,
                         // No NaN in e4m3.
                         (RunMeaning::Codes, _) if format.codes == GridCodes::E4m3 => bits(at) as u8 & 0xbf,
+                        // From 2 to below 8 in bf16, or from 0 to 15.
+                        (RunMeaning::Zeros, _) if format.zeros == GridZeros::AsScales && at % 2 == 1 => 0x40,
                         (RunMeaning::Zeros, _) => (bits(at) % 16) as u8,
                         _ => bits(at) as u8,
                     };
@@ -85,7 +88,15 @@ fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
 /// Returns a format of other tools for rows of 72 values.
 const fn grid(codes: GridCodes, cell: [usize; 2], scales: ScaleDtype) -> GridFormat {
     let [row_block, column_block] = cell;
-    GridFormat { codes, columns: 72, row_block, column_block, scales, has_zeros: false, by_column: false }
+    GridFormat {
+        codes,
+        columns: 72,
+        row_block,
+        column_block,
+        scales,
+        zeros: GridZeros::Implied,
+        by_column: false,
+    }
 }
 
 /// The tested formats with kernels; the first is that of QLoRA's paper.
@@ -100,14 +111,21 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
 ];
 
 /// The tested formats of other tools, which have no kernels. A matrix gives them its width.
-pub(in crate::ops) const GRIDS: [QuantFormat; 6] = [
-    QuantFormat::Grid(GridFormat { has_zeros: true, ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16) }),
+pub(in crate::ops) const GRIDS: [QuantFormat; 7] = [
     QuantFormat::Grid(GridFormat {
-        has_zeros: true,
+        zeros: GridZeros::Bytes,
+        ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16)
+    }),
+    QuantFormat::Grid(GridFormat {
+        zeros: GridZeros::Bytes,
         by_column: true,
         ..grid(GridCodes::Int4, [1, 24], ScaleDtype::F16)
     }),
     QuantFormat::Grid(grid(GridCodes::Int8, [1, 72], ScaleDtype::BF16)),
+    QuantFormat::Grid(GridFormat {
+        zeros: GridZeros::AsScales,
+        ..grid(GridCodes::Int4, [1, 24], ScaleDtype::BF16)
+    }),
     QuantFormat::Grid(grid(GridCodes::E4m3, [16, 32], ScaleDtype::F32)),
     QuantFormat::Grid(grid(GridCodes::E2m1, [1, 24], ScaleDtype::E8m0)),
     QuantFormat::Grid(grid(GridCodes::E2m1, [1, 16], ScaleDtype::E4m3Over)),

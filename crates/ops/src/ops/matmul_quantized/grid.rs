@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Quantized, look_up};
 use crate::error::{Error, Result};
-use crate::quant::{GridFormat, RunMeaning, ScaleDtype};
+use crate::quant::{GridFormat, GridZeros, RunMeaning, ScaleDtype};
 
 /// Returns `scale * (code - zero)` of each of `codes`, a matrix in f32.
 pub(super) fn scaled(weight: &Quantized, format: &GridFormat, codes: &Tensor) -> Result<Tensor> {
@@ -23,28 +23,34 @@ pub(super) fn scaled(weight: &Quantized, format: &GridFormat, codes: &Tensor) ->
     let spread = |cell: &Tensor| {
         Ok::<_, Error>(cell.reshape(cells)?.index_select(&of_row, 0)?.index_select(&of_column, 1)?)
     };
-    let codes = if format.has_zeros {
-        (codes - spread(&weight.run(RunMeaning::Zeros)?.to_dtype(DType::F32)?)?)?
-    } else {
-        (codes - f64::from(format.codes.implied_zero()))?
+    let codes = match format.zeros {
+        GridZeros::Implied => (codes - f64::from(format.codes.implied_zero()))?,
+        GridZeros::Bytes => (codes - spread(&weight.run(RunMeaning::Zeros)?.to_dtype(DType::F32)?)?)?,
+        GridZeros::AsScales => {
+            (codes - spread(&numbers(weight.run(RunMeaning::Zeros)?, format.scales, device)?)?)?
+        }
     };
     Ok((codes * spread(&scales(weight, format, device)?)?)?)
 }
 
 /// Returns the scales in f32.
 fn scales(weight: &Quantized, format: &GridFormat, device: &Device) -> Result<Tensor> {
-    let stored = weight.run(format.scales_run())?;
-    let table: Vec<f32> = match format.scales {
-        ScaleDtype::F32 => return Ok(stored.clone()),
-        other => (0..1 << (8 * other.bytes())).map(|bits| other.value(bits)).collect(),
-    };
-    let bits = if format.scales.bytes() == 1 { stored.to_dtype(DType::U32)? } else { pairs(stored)? };
-    let scales = look_up(&table, &bits, device)?;
+    let scales = numbers(weight.run(format.scales_run())?, format.scales, device)?;
     Ok(match format.scales {
         ScaleDtype::E4m3Times => (scales * f64::from(weight.offset))?,
         ScaleDtype::E4m3Over => (scales / f64::from(weight.offset))?,
         _ => scales,
     })
+}
+
+/// Returns a run of numbers of this type in f32.
+fn numbers(stored: &Tensor, dtype: ScaleDtype, device: &Device) -> Result<Tensor> {
+    if dtype == ScaleDtype::F32 {
+        return Ok(stored.clone());
+    }
+    let table: Vec<f32> = (0..1 << (8 * dtype.bytes())).map(|bits| dtype.value(bits)).collect();
+    let bits = if dtype.bytes() == 1 { stored.to_dtype(DType::U32)? } else { pairs(stored)? };
+    look_up(&table, &bits, device)
 }
 
 /// Returns the 16-bit numbers of pairs of bytes, the lower byte first.

@@ -1,5 +1,5 @@
 //! Codes row by row, with a scale for each cell of a grid over the matrix: the formats of other
-//! tools (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, some of GGUF) as a run keeps them.
+//! tools (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, HQQ, some of GGUF) as a run keeps them.
 //!
 //! A value is `scale * (code - zero)`, each operation in f32, as [`crate::quant::PackedTensor`]
 //! decodes the files. `repack` rearranges their bytes; nothing is quantized to these formats.
@@ -9,9 +9,9 @@ use super::four_bit::FourBit;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::quant::element::DequantizedElement;
-use crate::quant::packed::{E2M1, E4M3, ScaleDtype};
 use crate::quant::runs::{QuantRun, RunMeaning, RunsView, RunsViewMut};
 use crate::quant::scheme::{ProductHint, QuantScheme, ReadValues};
+use crate::quant::small_floats::{E2M1, E4M3, ScaleDtype};
 
 /// The codes of a matrix. Two codes of 4 bits share a byte, the first in the high half.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +24,17 @@ pub enum GridCodes {
     E4m3,
     /// The float type e2m1.
     E2m1,
+}
+
+/// The zeros of a grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GridZeros {
+    /// None is stored.
+    Implied,
+    /// A byte for each cell.
+    Bytes,
+    /// A number of the type of the scales for each cell.
+    AsScales,
 }
 
 /// A format of codes with a grid of scales.
@@ -39,25 +50,14 @@ pub struct GridFormat {
     pub column_block: usize,
     /// The type of scales, which are stored as in the files.
     pub scales: ScaleDtype,
-    /// True if each cell has a zero.
-    pub has_zeros: bool,
+    /// The zeros of the cells.
+    pub zeros: GridZeros,
     /// True if each column names its group, in 16 bits (act-order of GPTQ).
     pub by_column: bool,
 }
 
-/// Values of integer codes of 4 bits, for each zero.
-static INT4: [[f32; 16]; 16] = {
-    let mut tables = [[0.0; 16]; 16];
-    let mut at = 0;
-    while at < 256 {
-        tables[at / 16][at % 16] = (at % 16) as f32 - (at / 16) as f32;
-        at += 1;
-    }
-    tables
-};
-
-/// Integer codes of 8 bits.
-static INT8: [f32; 256] = {
+/// Values of integer codes; those of 4 bits are the first 16.
+static INTEGERS: [f32; 256] = {
     let mut table = [0.0; 256];
     let mut at = 0;
     while at < 256 {
@@ -106,8 +106,12 @@ impl GridFormat {
     }
 
     /// Reads the zero of a cell.
-    fn zero(&self, runs: &RunsView<'_>, cell: usize) -> u8 {
-        if self.has_zeros { runs.bytes(RunMeaning::Zeros)[cell] } else { self.codes.implied_zero() }
+    fn zero(&self, runs: &RunsView<'_>, cell: usize) -> f32 {
+        match self.zeros {
+            GridZeros::Implied => f32::from(self.codes.implied_zero()),
+            GridZeros::Bytes => f32::from(runs.bytes(RunMeaning::Zeros)[cell]),
+            GridZeros::AsScales => self.scales.read(runs.bytes(RunMeaning::Zeros), cell),
+        }
     }
 
     /// Writes values of a row, from a column on.
@@ -126,10 +130,11 @@ impl GridFormat {
             let place = row * self.columns + at;
             match self.codes {
                 GridCodes::Int4 => {
-                    FourBit::dequantize(&INT4[usize::from(zero & 15)], codes, place, scale, part);
+                    let table: [f32; 16] = std::array::from_fn(|code| code as f32 - zero);
+                    FourBit::dequantize(&table, codes, place, scale, part);
                 }
                 GridCodes::E2m1 => FourBit::dequantize(&E2M1, codes, place, scale, part),
-                GridCodes::Int8 => integers(&codes[place..place + count], scale, f32::from(zero), part),
+                GridCodes::Int8 => integers(&codes[place..place + count], scale, zero, part),
                 GridCodes::E4m3 => floats(&codes[place..place + count], scale, part),
             }
             (at, rest) = (at + count, after);
@@ -144,7 +149,7 @@ impl GridFormat {
         [first, row, column]: [usize; 3],
         out: &mut [T],
     ) {
-        let pair = |group| (self.scale(runs, first + group), f32::from(self.zero(runs, first + group)));
+        let pair = |group| (self.scale(runs, first + group), self.zero(runs, first + group));
         let pairs: Vec<(f32, f32)> = (0..self.groups()).map(pair).collect();
         let codes = runs.bytes(RunMeaning::Codes);
         let (groups, _) = runs.bytes(RunMeaning::ColumnGroups)[2 * column..].as_chunks::<2>();
@@ -161,8 +166,8 @@ impl GridFormat {
 
     fn table(&self) -> &'static [f32] {
         match self.codes {
-            GridCodes::Int4 => &INT4[0],
-            GridCodes::Int8 => &INT8,
+            GridCodes::Int4 => &INTEGERS[..16],
+            GridCodes::Int8 => &INTEGERS,
             GridCodes::E4m3 => &E4M3,
             GridCodes::E2m1 => &E2M1,
         }
@@ -205,7 +210,11 @@ impl QuantScheme for GridFormat {
     fn runs(&self, n: usize) -> Vec<QuantRun> {
         let cells = n.div_ceil(self.columns * self.row_block) * self.groups();
         let scales = cells * if self.scales == ScaleDtype::F32 { 1 } else { self.scales.bytes() };
-        let zeros = self.has_zeros.then_some((RunMeaning::Zeros, cells));
+        let zeros = match self.zeros {
+            GridZeros::Implied => None,
+            GridZeros::Bytes => Some((RunMeaning::Zeros, cells)),
+            GridZeros::AsScales => Some((RunMeaning::Zeros, cells * self.scales.bytes())),
+        };
         let groups = self.by_column.then_some((RunMeaning::ColumnGroups, 2 * self.columns));
         let runs = [(RunMeaning::Codes, (n * self.codes.bits()).div_ceil(8)), (self.scales_run(), scales)];
         let runs = runs.into_iter().chain(zeros).chain(groups);
@@ -258,7 +267,7 @@ impl QuantScheme for GridFormat {
     }
 
     fn fingerprint(&self) -> String {
-        let Self { columns, row_block, column_block, scales, has_zeros, by_column, .. } = *self;
-        format!("{} {columns} {row_block} {column_block} {scales:?} {has_zeros} {by_column}", self.name())
+        let Self { columns, row_block, column_block, scales, zeros, by_column, .. } = *self;
+        format!("{} {columns} {row_block} {column_block} {scales:?} {zeros:?} {by_column}", self.name())
     }
 }
