@@ -332,6 +332,8 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     /// A format of 16 rows and 24 columns, with a scale for every eight columns of a row.

@@ -4,11 +4,11 @@
 //!
 //! A linear layer `X` is stored as `X.weight` in bytes, or as `X.weight_packed` and
 //! `X.weight_shape`; each with `X.weight_scale`, and optionally `X.weight_zero_point` and
-//! `X.weight_g_idx`, the group of each input (-1 in it: not set). Two values in e2m1 share a byte of
-//! `X.weight_packed`; their scales are exponents, or numbers in e4m3 that `X.weight_global_scale`
-//! divides. The entries of `config_groups`
-//! are for classes and patterns of modules, which are not read: type, bits, grid of scales and
-//! zeros of a weight follow from its tensors, and must be those of one entry.
+//! `X.weight_g_idx`, the group of each input (-1 in it: not set). Two values in e2m1 share a byte
+//! of `X.weight_packed`; their scales are exponents, or numbers in e4m3 that
+//! `X.weight_global_scale` divides. The entries of `config_groups` are for classes and patterns of
+//! modules, which are not read: type, bits, grid of scales and zeros of a weight follow from its
+//! tensors, and must be those of one entry.
 
 use std::collections::BTreeMap;
 

@@ -1,10 +1,10 @@
-//! Checkpoints of HQQ in 4 and 8 bits with groups along the inputs (`axis` 1), as transformers saves
-//! them.
+//! Checkpoints of HQQ in 4 and 8 bits with groups along the inputs (`axis` 1), as transformers
+//! saves them.
 //!
-//! A linear layer `X` is stored as `X.W_q`, codes of all groups of the flattened weight, `X.scale` and
-//! `X.zero`, a number for each group, and `X.shape`. In 4 bits the high halves of the bytes hold the
-//! first half of the groups. The other companions are settings of the layer; bits, group size and
-//! axis follow from the shapes.
+//! A linear layer `X` is stored as `X.W_q`, codes of all groups of the flattened weight, `X.scale`
+//! and `X.zero`, a number for each group, and `X.shape`. In 4 bits the high halves of the bytes
+//! hold the first half of the groups. The other companions are settings of the layer; bits, group
+//! size and axis follow from the shapes.
 
 use super::reader::{
     CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, scale_dtype, weight_before,

@@ -1,5 +1,5 @@
-//! Checkpoints of NVIDIA's ModelOpt (`quant_method` "modelopt"): e4m3 with one scale for a matrix or
-//! a row, and NVFP4.
+//! Checkpoints of NVIDIA's ModelOpt (`quant_method` "modelopt"): e4m3 with one scale for a matrix
+//! or a row, and NVFP4.
 //!
 //! In NVFP4 `X.weight` has bytes with two values in e2m1, the first in the low half. A value is
 //! multiplied by a scale in e4m3 for each 16 inputs (`X.weight_scale`) and by `X.weight_scale_2`.
