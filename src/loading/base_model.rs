@@ -34,6 +34,10 @@ use crate::report::Terminal;
 use crate::runtime::device;
 use crate::weights::{DigestTask, KeptTensors, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
 
+/// The warning of `model.dequantize = false` for a model without a weight that it keeps.
+const KEEPS_NOTHING: &str =
+    "`model.dequantize = false` has no effect: the model has no packed weight that a run keeps";
+
 /// A model before its weights are read.
 #[derive(Debug)]
 pub struct BaseModel {
@@ -208,6 +212,9 @@ impl BaseModel {
         let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         if let Some(files) = &mut files {
+            if !model.dequantize && !files.keep_packed() {
+                resolver.warn(KEEPS_NOTHING);
+            }
             model::settle(&mut config, files)?;
             files.notes().for_each(|note| resolver.warn(note));
         }
@@ -384,6 +391,21 @@ impl BaseModel {
         descs(&self.config, trains, keeping)
     }
 
+    /// Refuses to keep packed weights on a device without kernels for them.
+    ///
+    /// # Errors
+    /// The user's: `model.dequantize` is false, and the device is a GPU.
+    pub(crate) fn check_packed(&self, traits: DeviceTraits) -> Result<()> {
+        match self.format {
+            Some(format @ QuantFormat::Grid(_)) if !traits.on_host() => {
+                Err(Error::user("cannot keep packed weights on a GPU (`model.dequantize = false`)")
+                    .because(format!("no kernel dequantizes {}", format.scheme().describe()))
+                    .hint("remove `dequantize`; `quantization.kind = \"nf4\"` then takes less memory"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks by headers that the files hold exactly the tensors of config.json, in its shapes.
     ///
     /// # Errors
@@ -393,6 +415,7 @@ impl BaseModel {
         let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), Trains::All) = (&self.format, trains) {
             let other = match stored {
+                Some(QuantFormat::Grid(_)) => "remove `model.dequantize`",
                 Some(_) => "give the unquantized model",
                 None => "remove `[quantization]`",
             };
@@ -410,7 +433,10 @@ impl BaseModel {
                     "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
                     format.scheme().describe()
                 ))
-                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
+                .hint(match format {
+                    QuantFormat::Grid(_) => "remove `model.dequantize`, or write `init = \"default\"`",
+                    _ => "give the unquantized model and `[quantization]`, or write `init = \"default\"`",
+                }));
         }
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
         values.check(&self.descs(trains, None)?, self.stored_tokens)
@@ -447,6 +473,7 @@ impl BaseModel {
         options: &EngineOptions,
     ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
         self.check(trains)?;
+        self.check_packed(options.traits)?;
         let adapter_setup = trains.adapter();
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
         let descs = self.descs(trains, Some(options))?;

@@ -105,11 +105,13 @@ impl StepInputs<'_> {
     ///
     /// # Errors
     /// Keys of `[parallel]` contradict the number of ranks; no operation would read the bf16 copy;
+    /// the device cannot keep packed weights;
     /// `strategy = "auto"` and no strategy fits.
     pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<ParallelDecision> {
         match self.fit(recipe, world)? {
             Some(fit) => {
                 bf16_copy::check(recipe, self.engine, fit.strategy)?;
+                self.base.check_packed(self.engine.traits)?;
                 Ok(fit)
             }
             None => Err(self.refusal(recipe, world)?),

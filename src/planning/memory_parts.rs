@@ -109,7 +109,7 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
         ParamKind::Quantized(format) => {
             let scheme = format.scheme();
             let double = if scheme.double_quant() { ", its scales in 8 bits" } else { "" };
-            format!("frozen, {} in blocks of {}{double}", scheme.name(), scheme.hint().block_size)
+            format!("frozen, {} {}{double}", scheme.name(), scheme.blocks_in_words())
         }
         ParamKind::Buffer { .. } => format!("frozen, {}", DType::F32.as_str()),
         ParamKind::Trainable(_) => format!("trained, {own}"),

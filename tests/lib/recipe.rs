@@ -731,6 +731,7 @@ fn the_resolved_recipe_in_full() {
     revision = "main"
     init = "pretrained"
     dtype = "auto"
+    dequantize = true
     attention = "flash"
     new_tokens = []
 

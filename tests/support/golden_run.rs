@@ -144,9 +144,14 @@ pub(crate) fn follows(name: &str, split: Split) {
 
 /// Like [`follows`], with `variables` in the environment.
 pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)]) {
+    follows_as(name, split, &[], variables);
+}
+
+/// Like [`follows`], with `more` flags and `variables` in the environment.
+pub(crate) fn follows_as(name: &str, split: Split, more: &[&str], variables: &[(&str, &str)]) {
     let (folder, place) = (golden_of_family(&format!("train/{name}")), tempfile::tempdir().unwrap());
     let output = place.path().join("out");
-    steps_follow(name, split, &[], variables, &output, [2e-5, 2e-4]);
+    steps_follow(name, split, more, variables, &output, [2e-5, 2e-4]);
     let trajectory = trajectory(&folder);
     let name = format!("{name}, {split:?}");
     let (ours, theirs) = if trajectory["run"]["method"] == "full" {

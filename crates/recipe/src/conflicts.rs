@@ -45,6 +45,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
+    packed(recipe, &mut found);
     masters(recipe, &mut found);
     places(recipe, &mut found);
     divergence(recipe, &mut found);
@@ -126,6 +127,14 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             found.push(KeyConflict::new("optimizer", "lora_plus_ratio", text, hint));
         }
         None => {}
+    }
+}
+
+fn packed(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    if !recipe.model.dequantize && recipe.quantization.is_some() {
+        let text = "is false, which keeps packed weights as they are; `[quantization]` changes them";
+        let hint = "remove `dequantize` or `[quantization]`";
+        found.push(KeyConflict::new("model", "dequantize", text, hint));
     }
 }
 

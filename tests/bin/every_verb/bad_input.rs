@@ -486,7 +486,7 @@ fn features_of_a_config_that_are_not_supported() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
-      caused by: `quantization_config.quant_method` is "aqlm"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"
+      caused by: `quantization_config.quant_method` is "aqlm"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "hqq"
     hint: give the model that was not quantized
     "#);
     let rope = json!({"rope_type": "spiral", "factor": 2.0});

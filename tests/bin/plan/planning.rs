@@ -29,7 +29,7 @@ pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {
 }
 
 /// The command of a run of `place`'s model on its rows.
-fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
+pub(crate) fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
     for key in ["optimizer.learning_rate=1e-4", "data.max_seq_len=128"].iter().chain(keys) {
         args.extend(["--set", key]);
@@ -78,14 +78,14 @@ fn succeeded(place: &Place, command: &mut Command) -> String {
 }
 
 /// Returns the bytes of a size such as `1.50 GiB`.
-fn bytes(text: &str) -> f64 {
+pub(crate) fn bytes(text: &str) -> f64 {
     let (number, unit) = text.split_once(' ').unwrap();
     let power = ["B", "KiB", "MiB", "GiB", "TiB"].iter().position(|known| *known == unit).unwrap();
     number.parse::<f64>().unwrap() * 1024f64.powi(power as i32)
 }
 
 /// Returns the text between `start` and `end`.
-fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
+pub(crate) fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
     let (_, rest) = text.split_once(start).unwrap_or_else(|| panic!("no `{start}` in {text}"));
     rest.split_once(end).unwrap_or_else(|| panic!("no `{end}` in {rest}")).0
 }
@@ -205,7 +205,7 @@ fn a_million_faults_are_counted() {
 
 /// Writes rows of text, enough to fill micro-batches of a thousand tokens; smaller ones would
 /// fragment memory.
-fn write_text(place: &Place) {
+pub(crate) fn write_text(place: &Place) {
     let words: Vec<&str> =
         "the island of a sea and the wind over it was quiet for many days".split(' ').collect();
     let row = |i: usize| {

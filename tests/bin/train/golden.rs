@@ -158,6 +158,19 @@ fn lora_on_packed_bases_follows_peft() {
     }
 }
 
+/// The same bases, packed in memory. Those of GGUF's k-quants are not kept so.
+#[test]
+fn lora_on_bases_that_stay_packed_follows_peft() {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4"] {
+        golden_run::follows_as(
+            &format!("lora_{format}"),
+            ONE_RANK,
+            &["--set", "model.dequantize=false"],
+            &[],
+        );
+    }
+}
+
 /// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]
