@@ -191,6 +191,16 @@ fn qlora_in_bf16_follows_peft_on_bitsandbytes() {
     follows_in_bf16("qlora", None);
 }
 
+/// Adapters on one layer or several with one input, fused weights, DoRA, quantized weights, experts,
+/// and the gates of a recurrence, which stay in bf16.
+#[test]
+fn adapters_on_a_base_in_fp8_follow_peft() {
+    for name in ["lora", "lora_phi3", "dora", "qlora", "qdora", "lora_qwen3-moe", "lora_qwen3-5", "wide_lora"]
+    {
+        golden_run::follows_in_fp8(name, &[TWO_THREADS]);
+    }
+}
+
 #[test]
 fn full_in_bf16_follows_transformers() {
     follows_in_bf16("full", None);

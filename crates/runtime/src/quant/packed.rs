@@ -8,6 +8,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use super::e4m3::E4M3;
+
 /// Position within a word of each of eight rows of AWQ.
 const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
@@ -308,23 +310,6 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     let bytes = &bytes[4 * at..4 * at + 4];
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
-
-/// Values of e4m3 without infinities: 4 bits of exponent with bias 7, 3 of fraction (OCP OFP8 1.0).
-static E4M3: [f32; 256] = {
-    let mut table = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, fraction) = (code as u32 >> 3 & 15, code as u32 & 7);
-        let magnitude = match exponent {
-            15 if fraction == 7 => f32::NAN,
-            0 => fraction as f32 / 512.0,
-            _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
-        };
-        table[code] = if code < 128 { magnitude } else { -magnitude };
-        code += 1;
-    }
-    table
-};
 
 #[cfg(test)]
 mod tests {
