@@ -175,8 +175,8 @@ section! {
         /// Recompute activations in the backward pass to save memory.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
         /// Products of the frozen linear layers below an adapter, in training and its evaluations:
-        /// in `model.dtype`, or in fp8 (e4m3, a scale for each row), which bf16 runs on Hopper and
-        /// Ada compute faster. Adapters, routers, embedding and head stay in `model.dtype`.
+        /// in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on
+        /// GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
         base_products: BaseProducts = BaseProducts::Dtype;
     }
 }

@@ -107,8 +107,8 @@ impl BlockWeights {
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 
-    /// Multiplies by the frozen weights of linear layers in fp8 from now on, except those of routers
-    /// and other gates. With `keeps` their codes are kept.
+    /// Multiplies by the frozen weights of linear layers in fp8 from now on, except those of
+    /// routers and other gates. With `keeps` their codes are kept.
     ///
     /// # Errors
     /// The device has not enough memory.

@@ -1,7 +1,6 @@
-//! The frozen weights of linear layers in fp8: which layers of a [`MergedLinear`] multiply so, and
-//! their codes.
+//! The frozen weights of linear layers in fp8: the layers of a group that multiply so, and their
+//! codes.
 
-use super::linear::{Linear, MergedLinear};
 use super::{ModelConfig, ModuleKind, modules};
 use crate::error::Result;
 use crate::ops::matmul_fp8::{FP8_MULTIPLE, Fp8Rows};
@@ -10,7 +9,7 @@ use crate::ops::matmul_quantized::Weight;
 /// The first layers of a group whose frozen weights are multiplied in fp8.
 #[derive(Debug, Clone)]
 pub(super) struct Fp8Base {
-    /// Their number.
+    /// The number of these layers.
     pub(super) layers: usize,
     /// Their weights as one matrix; `None` if each use quantizes them, because they are gathered or
     /// copied for it.
@@ -20,9 +19,9 @@ pub(super) struct Fp8Base {
 /// The weights of a part of a group in fp8.
 #[derive(Debug, Clone)]
 pub(super) enum Fp8Part {
-    /// Kept.
+    /// Codes that are kept.
     Kept(Fp8Rows),
-    /// Quantized for each use.
+    /// Codes made for each use.
     EachUse,
 }
 
@@ -45,45 +44,8 @@ impl Fp8Base {
 }
 
 /// Returns whether a frozen matrix of this shape is multiplied in fp8, as in torchao.
-fn fits([out, inputs]: [usize; 2]) -> bool {
+pub(super) fn fits([out, inputs]: [usize; 2]) -> bool {
     out.is_multiple_of(FP8_MULTIPLE) && inputs.is_multiple_of(FP8_MULTIPLE)
-}
-
-impl Linear {
-    fn takes_fp8(&self) -> Result<bool> {
-        let (out, inputs) = self.weight.get().dims()?;
-        Ok(!self.is_gate && self.weight.grad().is_none() && fits([out, inputs]))
-    }
-}
-
-impl MergedLinear {
-    /// Multiplies by frozen weights in fp8 from now on; those after a layer that does not are
-    /// multiplied as before. With `keeps` the codes are kept, one byte a value.
-    ///
-    /// # Errors
-    /// The device has not enough memory.
-    pub(super) fn multiply_in_fp8(&mut self, keeps: bool) -> Result<()> {
-        let takes = self.layers.iter().map(Linear::takes_fp8).collect::<Result<Vec<_>>>()?;
-        let layers = takes.into_iter().take_while(|takes| *takes).count();
-        if layers == 0 {
-            return Ok(());
-        }
-        self.fp8 = Some(Fp8Base { layers, kept: None });
-        if keeps { self.keep_codes() } else { Ok(()) }
-    }
-
-    /// Keeps the codes of weights in fp8.
-    ///
-    /// # Errors
-    /// The device has not enough memory.
-    pub(super) fn keep_codes(&mut self) -> Result<()> {
-        let Some(Fp8Base { layers, kept }) = self.fp8.as_mut().filter(|fp8| fp8.kept.is_none()) else {
-            return Ok(());
-        };
-        let weights: Vec<_> = self.layers[..*layers].iter().map(|layer| layer.weight.get()).collect();
-        *kept = Some(Fp8Rows::of(&weights)?);
-        Ok(())
-    }
 }
 
 /// Returns the names of the weights of blocks that are multiplied in fp8 while they are frozen: of

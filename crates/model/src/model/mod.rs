@@ -22,6 +22,7 @@ mod fp8_base;
 mod init;
 mod layout;
 mod linear;
+mod linear_in_fp8;
 mod lm_head;
 mod lora;
 mod lora_group;

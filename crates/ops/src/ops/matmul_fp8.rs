@@ -35,7 +35,8 @@ use crate::runtime::device::unwritten_on_gpu;
 use crate::runtime::device_memory::allocated;
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Both sizes of a matrix are multiples of this number on a GPU: a row of codes is read in 16 bytes.
+/// Both sizes of a matrix are multiples of this number on a GPU, which reads 16 bytes of a row at
+/// once.
 pub const FP8_MULTIPLE: usize = 16;
 
 /// Rows of smaller values get the scale of this one, 2^-100: their codes are 0.
@@ -44,9 +45,9 @@ const LEAST: f32 = 7.888_609e-31;
 /// A matrix in e4m3 with a scale for each row.
 #[derive(Debug, Clone)]
 pub struct Fp8Rows {
-    /// `[rows, width]` u8.
+    /// The codes: `[rows, width]` u8.
     codes: TensorMut,
-    /// `[rows]` f32.
+    /// The scale of each row: `[rows]` f32.
     scales: TensorMut,
 }
 
@@ -264,7 +265,8 @@ fn code_bytes(values: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(codes, values.dims(), values.device())?)
 }
 
-/// The definition of [`matmul_fp8`] in candle's primitives: the product of the dequantized matrices.
+/// The definition of [`matmul_fp8`] in candle's primitives: the product of the dequantized
+/// matrices.
 pub(crate) fn reference(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,

@@ -140,8 +140,8 @@ impl Gemm {
         Self::of(operands, GemmElement::Bf16, d, form, 1.0, addend)
     }
 
-    /// Returns `dst = [addend +] a · bᵀ` of two matrices of codes in e4m3. With `scales`, of the rows
-    /// of `a` and of `b`, the result is multiplied by both.
+    /// Returns `dst = [addend +] a · bᵀ` of two matrices of codes in e4m3. With `scales`, of the
+    /// rows of `a` and of `b`, the result is multiplied by both.
     ///
     /// # Errors
     /// Fails like [`Gemm::new`], and if the result is neither bf16 nor f32.

@@ -83,10 +83,11 @@ pub(in crate::ops) fn product(
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
+    use candle_core::{Device, Var};
 
     use super::*;
     use crate::ops::matmul;
+    use crate::runtime::rng::RngStream;
 
     /// The error of fp8 itself: 3 bits of fraction in each operand.
     #[test]
@@ -104,6 +105,34 @@ mod tests {
             matmul::reference(to, ColumnView::all(a), by, form, 1.0, Addend::Nothing)?;
             let error = TensorPair::new(got.into_tensor(), want.into_tensor()).error()?;
             assert!((0.002..0.06).contains(&error), "{form:?}: {error}");
+        }
+        Ok(())
+    }
+
+    /// Whole numbers up to 7 are exact in e4m3, if each row has a 7: the products are those of the
+    /// matrices, and dx is the gradient by candle's tape.
+    #[test]
+    fn exact_values_have_the_products_and_gradients_of_the_tape() -> Result<()> {
+        let whole = |name: &str, rows: usize, width: usize| -> Result<Tensor> {
+            let stream = RngStream::new(3).named(name);
+            let value =
+                |at: u64| if at % width as u64 == 0 { 7.0 } else { (stream.bits(at) % 15) as f32 - 7.0 };
+            Ok(Tensor::from_vec(
+                (0..(rows * width) as u64).map(value).collect(),
+                (rows, width),
+                &Device::Cpu,
+            )?)
+        };
+        let (x, w, dy) = (Var::from_tensor(&whole("x", 5, 48)?)?, whole("w", 32, 48)?, whole("dy", 5, 32)?);
+        let y = x.matmul(&w.t()?)?;
+        let grads = (&y * &dy)?.sum_all()?.backward()?;
+        let fp8 = Fp8Rows::of(&[Weight::Dense(&w)])?;
+        for (form, a, want) in [(Transpose::Nt, x.as_tensor(), Some(&y)), (Transpose::Nn, &dy, grads.get(&x))]
+        {
+            let want = want.expect("the tape has a gradient");
+            let got = crate::ops::empty(5, want.dim(1)?, DType::F32, &Device::Cpu)?;
+            matmul_fp8(ColumnViewMut::all(&got), ColumnView::all(a), &fp8, form, Addend::Nothing)?;
+            assert_eq!(got.to_vec2::<f32>()?, want.to_vec2::<f32>()?, "{form:?}");
         }
         Ok(())
     }
