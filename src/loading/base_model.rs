@@ -1,6 +1,6 @@
 //! Opens a base model and builds the engine from it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -113,6 +113,8 @@ pub struct EngineOptions {
     pub offload: OffloadTarget,
     /// True if quantized weights are also kept in bf16.
     pub bf16_copy: bool,
+    /// The names of the weights that are multiplied in fp8 while they are frozen.
+    pub fp8: Arc<BTreeSet<String>>,
     /// Selects f32 masters, or bf16 weights that the optimizer updates directly.
     pub master: MasterWeights,
     /// The frozen weights that the ranks of this process share on the CPU.
@@ -161,6 +163,14 @@ impl EngineOptions {
         ))
     }
 
+    /// Returns a warning if products in fp8 are computed in software.
+    pub fn software_fp8(&self) -> Option<String> {
+        (self.device.is_cpu() && !has_kernels(&self.device) && !self.fp8.is_empty()).then(|| {
+            "a CPU has no products in fp8 (`train.base_products`): it computes the numbers of a GPU in software, slower than in bf16"
+                .to_owned()
+        })
+    }
+
     /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
@@ -174,6 +184,7 @@ impl EngineOptions {
             reducing,
             offload: OffloadTarget::default(),
             bf16_copy: false,
+            fp8: Arc::default(),
             master: MasterWeights::F32,
             frozen: SharedFrozen::default(),
         }
@@ -487,6 +498,7 @@ impl BaseModel {
             offload: options.offload.clone(),
             fill_all,
             bf16_copy: options.bf16_copy,
+            fp8: !options.fp8.is_empty(),
             master: options.master,
             frozen: options.frozen.clone(),
         };

@@ -62,6 +62,14 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("qlora", &[(FORWARD, None), (SHUFFLED, Some("quantization.bf16_copy=true"))]);
 }
 
+/// The frozen weights in fp8, by the emulated products of codes.
+#[test]
+fn a_base_in_fp8_follows() {
+    for name in ["lora_qwen2", "qlora"] {
+        golden_run::follows_in_fp8(name, [2e-2, 1e-1], &[FORWARD]);
+    }
+}
+
 /// Gemma 2 and 3: two norms in each half of a block, soft-caps and windows.
 #[test]
 fn both_gemmas_have_the_logits_of_transformers() {

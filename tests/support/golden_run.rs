@@ -219,3 +219,21 @@ pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)])
     let runs: Vec<_> = runs.iter().map(losses).collect();
     assert!(runs.windows(2).all(|pair| pair[0] == pair[1]), "{name}: {runs:x?}");
 }
+
+/// Repeats the golden run `name` on one rank in bf16 with the frozen weights multiplied in fp8, and
+/// without. Losses and gradient norms are within these relative differences of the original's. Losses
+/// have the same bits if the weights are copied from the host for each use and blocks are
+/// recomputed, and others without fp8.
+pub(crate) fn follows_in_fp8(name: &str, limits: [f64; 2], variables: &[(&str, &str)]) {
+    let place = tempfile::tempdir().unwrap();
+    let losses = |more: &[&str]| {
+        let output = place.path().join(format!("out{}", more.len()));
+        let flags: Vec<_> = ["model.dtype=bf16"].iter().chain(more).flat_map(|key| ["--set", key]).collect();
+        steps_follow(name, ONE_RANK, &flags, variables, &output, limits);
+        metrics(&output, "loss").iter().map(|step| number(step, "loss").to_bits()).collect::<Vec<_>>()
+    };
+    let fp8 = "train.base_products=fp8";
+    let kept = losses(&[fp8]);
+    assert_eq!(losses(&[fp8, "parallel.offload=params", "train.recompute=block"]), kept, "{name}");
+    assert_ne!(losses(&[]), kept, "{name}: the key has no effect");
+}

@@ -4,9 +4,9 @@
 
 use super::command_line::CommandLine;
 use super::enums::{
-    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    AdapterInit, AdapterKind, AlertRule, Attention, BaseProducts, ComputeDtype, DataFormat, Dtype,
+    MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind,
+    Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 use super::listen_address::ListenAddress;
 use super::row_source::RowSource;
@@ -177,6 +177,10 @@ section! {
         seed: u64 = 0, AtLeast(0.0);
         /// Recompute activations in the backward pass to save memory.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
+        /// Products of the frozen linear layers below an adapter, in training and its evaluations:
+        /// in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on
+        /// GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
+        base_products: BaseProducts = BaseProducts::Dtype;
     }
 }
 

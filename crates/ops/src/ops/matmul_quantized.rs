@@ -152,7 +152,7 @@ pub fn dequantize(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
 }
 
 /// Returns `table[code]` of each code.
-fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
+pub(super) fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_slice(table, table.len(), device)?.index_select(codes, 0)?)
 }
 
@@ -168,6 +168,14 @@ impl<'a> Weight<'a> {
         match self {
             Weight::Dense(_) => None,
             Weight::Quantized(quantized) => Some(quantized),
+        }
+    }
+
+    /// Returns the device of the matrix.
+    pub(super) fn device(&self) -> Result<&'a Device> {
+        match self {
+            Weight::Dense(weight) => Ok(weight.device()),
+            Weight::Quantized(weight) => Ok(weight.run(RunMeaning::Codes)?.device()),
         }
     }
 

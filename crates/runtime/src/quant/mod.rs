@@ -9,6 +9,7 @@
 
 mod block_type;
 mod codes;
+mod e4m3;
 mod element;
 mod format;
 mod magnitude;
@@ -23,6 +24,7 @@ mod tensor;
 
 pub use block_type::BlockType;
 pub use codes::{DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
+pub use e4m3::{E4M3, MOST_E4M3, to_e4m3};
 pub use element::DequantizedElement;
 pub use format::QuantFormat;
 pub use magnitude::first_not_finite;
