@@ -6,9 +6,8 @@
 
 use std::ops::Range;
 
-use super::small_floats::{E2M1, E4M3, ScaleDtype};
-
 use super::e4m3::E4M3;
+use super::small_floats::{E2M1, ScaleDtype};
 
 /// Position within a word of each of eight rows of AWQ.
 const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];

@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use super::e4m3::E4M3;
+
 /// The type of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each name says its width and kind")]
@@ -66,20 +68,3 @@ fn e8m0(exponent: u8) -> f32 {
 /// Values of e2m1 (OCP MX 1.0).
 pub(super) static E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// Values of e4m3 without infinities: 4 bits of exponent with bias 7, 3 of fraction (OCP OFP8 1.0).
-pub(super) static E4M3: [f32; 256] = {
-    let mut table = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, fraction) = (code as u32 >> 3 & 15, code as u32 & 7);
-        let magnitude = match exponent {
-            15 if fraction == 7 => f32::NAN,
-            0 => fraction as f32 / 512.0,
-            _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
-        };
-        table[code] = if code < 128 { magnitude } else { -magnitude };
-        code += 1;
-    }
-    table
-};

@@ -8,10 +8,11 @@ use super::blocks::BlockCodes;
 use super::four_bit::FourBit;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
+use crate::quant::e4m3::E4M3;
 use crate::quant::element::DequantizedElement;
 use crate::quant::runs::{QuantRun, RunMeaning, RunsView, RunsViewMut};
 use crate::quant::scheme::{ProductHint, QuantScheme, ReadValues};
-use crate::quant::small_floats::{E2M1, E4M3, ScaleDtype};
+use crate::quant::small_floats::{E2M1, ScaleDtype};
 
 /// The codes of a matrix. Two codes of 4 bits share a byte, the first in the high half.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
