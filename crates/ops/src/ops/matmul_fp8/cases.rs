@@ -115,8 +115,9 @@ mod tests {
     fn exact_values_have_the_products_and_gradients_of_the_tape() -> Result<()> {
         let whole = |name: &str, rows: usize, width: usize| -> Result<Tensor> {
             let stream = RngStream::new(3).named(name);
-            let value =
-                |at: u64| if at % width as u64 == 0 { 7.0 } else { (stream.bits(at) % 15) as f32 - 7.0 };
+            let value = |at: u64| {
+                if at.is_multiple_of(width as u64) { 7.0 } else { (stream.bits(at) % 15) as f32 - 7.0 }
+            };
             Ok(Tensor::from_vec(
                 (0..(rows * width) as u64).map(value).collect(),
                 (rows, width),
