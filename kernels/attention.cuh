@@ -72,15 +72,39 @@ template <int D, int THREADS> struct CopyRows {
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
-// Computes a score tile: s = A B^T of 16 MT rows of `a` from row `first` on and 8 N rows of `b`.
-template <int D, int MT, int N>
-DEVICE inline void scores(float (&s)[MT][N][4], Shared<bf16> a, int first, Shared<bf16> b) {
+// Left operands of scores: 16 MT rows of `rows` from row `first` on, in D / 16 steps along a row. The
+// operands of the first HELD steps stay in registers: that saves a load for each tile of scores.
+template <int D, int MT, int HELD> struct LeftRows {
+    Shared<bf16> rows;
+    int from;
+    uint32_t held[HELD > 0 ? HELD : 1][MT][4];
+    // The rows must have arrived, if any stay in registers.
+    DEVICE LeftRows(Shared<bf16> all, int first)
+        : rows(all), from(Rows<D>::at(first + lane_id() % 16, lane_id() / 16)) {
+        UNROLL for (int k = 0; k < HELD; k++) load(held[k], k);
+    }
+    DEVICE void load(uint32_t (&left)[MT][4], int k) const {
+        UNROLL for (int m = 0; m < MT; m++)
+            ldmatrix_x4(left[m], rows.offset(Rows<D>::behind(from, 2 * k)).offset(16 * m * D));
+    }
+    DEVICE void operand(uint32_t (&left)[MT][4], int k) const {
+        if (k >= HELD) {
+            load(left, k);
+            return;
+        }
+        UNROLL for (int m = 0; m < MT; m++)
+            UNROLL for (int i = 0; i < 4; i++) left[m][i] = held[k < HELD ? k : 0][m][i];
+    }
+};
+
+// Computes a score tile: s = A B^T of 8 N rows of `b`.
+template <int D, int MT, int N, int HELD>
+DEVICE inline void scores(float (&s)[MT][N][4], const LeftRows<D, MT, HELD> &a, Shared<bf16> b) {
     int lane = lane_id();
-    int a_from = Rows<D>::at(first + lane % 16, lane / 16), b_from = Rows<D>::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    int b_from = Rows<D>::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     UNROLL for (int k = 0; k < D / 16; k++) {
         uint32_t left[MT][4];
-        UNROLL for (int m = 0; m < MT; m++)
-            ldmatrix_x4(left[m], a.offset(Rows<D>::behind(a_from, 2 * k)).offset(16 * m * D));
+        a.operand(left, k);
         UNROLL for (int n = 0; n < N; n += 2) {
             uint32_t right[4];
             ldmatrix_x4(right, b.offset(Rows<D>::behind(b_from, 2 * k)).offset(8 * n * D));

@@ -44,8 +44,10 @@ DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], c
 
 // WARPS warps of 16 MT keys each against QUERIES queries at a time, heads of D values; the block
 // sums the PARTS-th part of the columns of dK and dV.
-template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_> struct KeysShape {
+template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_, int HELD_K_, int HELD_V_> struct KeysShape {
     static constexpr int D = D_, MT = MT_, QUERIES = QUERIES_, PARTS = PARTS_;
+    // Steps along rows of k and v of which the operands stay in registers.
+    static constexpr int HELD_K = HELD_K_, HELD_V = HELD_V_;
     static constexpr int KEYS = 16 * MT * WARPS, THREADS = 32 * WARPS;
     static constexpr int CHUNKS = D / 8 / PARTS;
     // Values of one of the two stages of q and dout.
@@ -86,14 +88,14 @@ DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, in
 // block's first key.
 template <class S>
 DEVICE inline void add_queries(float (&dk)[S::MT][S::CHUNKS][4], float (&dv)[S::MT][S::CHUNKS][4], const Backward &x,
-                               Shared<bf16> k_rows, Shared<bf16> v_rows, Shared<bf16> stage, Shared<float> sums,
+                               const LeftRows<S::D, S::MT, S::HELD_K> &k, const LeftRows<S::D, S::MT, S::HELD_V> &v, Shared<bf16> stage, Shared<float> sums,
                                int ahead, int chunk) {
     constexpr int D = S::D, MT = S::MT, N = S::QUERIES / 8;
     int first = warp_id() * 16 * MT, column = lane_id() % 4 * 2;
     float s[MT][N][4], dp[MT][N][4];
     uint32_t left[MT][N / 2][4];
-    scores<D>(s, k_rows, first, stage);
-    scores<D>(dp, v_rows, first, stage.offset(S::STAGE / 2));
+    scores(s, k, stage);
+    scores(dp, v, stage.offset(S::STAGE / 2));
     auto lse = [&](int, int n, int v) { return sums.load(column + 8 * n + v % 2) * LOG2_E; };
     auto delta = [&](int, int n, int v) { return sums.load(S::QUERIES + column + 8 * n + v % 2); };
     score_gradient<false>(s, dp, x, lse, delta, ahead - first);
@@ -143,6 +145,10 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
     copy_async_commit();
 
     float dk[MT][S::CHUNKS][4] = {}, dv[MT][S::CHUNKS][4] = {};
+    copy_async_wait<0>();
+    sync_block();
+    LeftRows<D, MT, S::HELD_K> k(k_rows, warp_id() * 16 * MT);
+    LeftRows<D, MT, S::HELD_V> v(v_rows, warp_id() * 16 * MT);
     while (next.head < head_end) {
         copy_async_wait<0>();
         sync_block();
@@ -155,7 +161,7 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
         if (next.head < head_end)
             copy_queries<S>(x, t, next, end, stages.offset(stage * S::STAGE), sums.offset(stage * 2 * S::QUERIES));
         copy_async_commit();
-        add_queries<S>(dk, dv, x, k_rows, v_rows, rows, row_sums, ahead, S::PARTS == 1 ? 0 : at.chunk);
+        add_queries<S>(dk, dv, x, k, v, rows, row_sums, ahead, S::PARTS == 1 ? 0 : at.chunk);
     }
     sync_warp();
     // Reading it again is cheaper than keeping it in registers.
@@ -167,8 +173,9 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
 }
 
 // WARPS warps of 16 MT queries each against KEYS keys at a time, heads of D values.
-template <int D_, int MT_, int WARPS, int KEYS_> struct QueriesShape {
-    static constexpr int D = D_, MT = MT_, KEYS = KEYS_, QUERIES = 16 * MT * WARPS, THREADS = 32 * WARPS;
+template <int D_, int MT_, int WARPS, int KEYS_, int HELD_> struct QueriesShape {
+    // HELD: steps along rows of q of which the operands stay in registers.
+    static constexpr int D = D_, MT = MT_, KEYS = KEYS_, HELD = HELD_, QUERIES = 16 * MT * WARPS, THREADS = 32 * WARPS;
     // Values of one of the two stages of k and v.
     static constexpr int STAGE = 2 * KEYS * D;
 };
@@ -207,6 +214,10 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
     copy_keys(stages, left);
 
     int first = warp_id() * 16 * MT, ahead = t.first - from + first, stage = 0;
+    copy_async_wait<0>();
+    sync_block();
+    LeftRows<D, MT, S::HELD> q(q_rows, first);
+    LeftRows<D, MT, 0> dout(dout_rows, first);
     float dq[MT][D / 8][4] = {}, s[MT][KEYS / 8][4], dp[MT][KEYS / 8][4];
     for (; left > 0; left -= KEYS, ahead -= KEYS) {
         copy_async_wait<0>();
@@ -214,8 +225,8 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
         Shared<bf16> k_rows = stages.offset(stage * S::STAGE);
         stage ^= 1;
         copy_keys(stages.offset(stage * S::STAGE), left - KEYS);
-        scores<D>(s, q_rows, first, k_rows);
-        scores<D>(dp, dout_rows, first, k_rows.offset(S::STAGE / 2));
+        scores(s, q, k_rows);
+        scores(dp, dout, k_rows.offset(S::STAGE / 2));
         float lse[MT][2], delta[MT][2];
         for_row_halves<MT>([&](int m, int half, int i) {
             lse[m][half] = sums.load(first + i) * LOG2_E;
@@ -270,45 +281,45 @@ KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t h
 // q_len, k_start, k_len of a span and the tile's first key in it; one block for each tile and key head, heads fastest.
 // Spans without queries get zeros. Heads of 64 values, tiles of 128 keys.
 KERNEL BOUNDS(128, 2) attention_backward_keys_64(KEYS_PARAMETERS) {
-    attention::backward_keys<attention::KeysShape<64, 2, 4, 32, 1>>(ARGUMENTS, dk, dv);
+    attention::backward_keys<attention::KeysShape<64, 2, 4, 32, 1, 0, 0>>(ARGUMENTS, dk, dv);
 }
 // Like attention_backward_keys_64, heads of 80 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_80(KEYS_PARAMETERS) {
-    attention::backward_keys<attention::KeysShape<80, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
+    attention::backward_keys<attention::KeysShape<80, 1, 8, 32, 1, 5, 5>>(ARGUMENTS, dk, dv);
 }
 // Like attention_backward_keys_64, heads of 96 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_96(KEYS_PARAMETERS) {
-    attention::backward_keys<attention::KeysShape<96, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
+    attention::backward_keys<attention::KeysShape<96, 1, 8, 32, 1, 6, 6>>(ARGUMENTS, dk, dv);
 }
 // Like attention_backward_keys_64, heads of 128 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_128(KEYS_PARAMETERS) {
-    attention::backward_keys<attention::KeysShape<128, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
+    attention::backward_keys<attention::KeysShape<128, 1, 8, 32, 1, 8, 0>>(ARGUMENTS, dk, dv);
 }
 // Like attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one
 // for either half of the columns.
 KERNEL BOUNDS(128, 2) attention_backward_keys_256(KEYS_PARAMETERS) {
-    attention::backward_keys<attention::KeysShape<256, 1, 4, 16, 2>>(ARGUMENTS, dk, dv);
+    attention::backward_keys<attention::KeysShape<256, 1, 4, 16, 2, 8, 0>>(ARGUMENTS, dk, dv);
 }
 
 // dq: [rows, heads D], rows d_stride values apart; the rest is like attention_backward_keys_64.
 // tiles: those of the forward; one block per tile and head, heads fastest. Heads of 64 values,
 // tiles of 128 queries.
 KERNEL BOUNDS(128, 2) attention_backward_queries_64(QUERIES_PARAMETERS) {
-    attention::backward_queries<attention::QueriesShape<64, 2, 4, 32>>(ARGUMENTS, dq);
+    attention::backward_queries<attention::QueriesShape<64, 2, 4, 32, 4>>(ARGUMENTS, dq);
 }
 // Like attention_backward_queries_64, heads of 80 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_80(QUERIES_PARAMETERS) {
-    attention::backward_queries<attention::QueriesShape<80, 2, 4, 32>>(ARGUMENTS, dq);
+    attention::backward_queries<attention::QueriesShape<80, 2, 4, 32, 4>>(ARGUMENTS, dq);
 }
 // Like attention_backward_queries_64, heads of 96 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_96(QUERIES_PARAMETERS) {
-    attention::backward_queries<attention::QueriesShape<96, 2, 4, 32>>(ARGUMENTS, dq);
+    attention::backward_queries<attention::QueriesShape<96, 2, 4, 32, 3>>(ARGUMENTS, dq);
 }
 // Like attention_backward_queries_64, heads of 128 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_128(QUERIES_PARAMETERS) {
-    attention::backward_queries<attention::QueriesShape<128, 2, 4, 32>>(ARGUMENTS, dq);
+    attention::backward_queries<attention::QueriesShape<128, 2, 4, 32, 0>>(ARGUMENTS, dq);
 }
 // Like attention_backward_queries_64, heads of 256 values, tiles of 64 queries.
 KERNEL BOUNDS(128, 2) attention_backward_queries_256(QUERIES_PARAMETERS) {
-    attention::backward_queries<attention::QueriesShape<256, 1, 4, 16>>(ARGUMENTS, dq);
+    attention::backward_queries<attention::QueriesShape<256, 1, 4, 16, 8>>(ARGUMENTS, dq);
 }

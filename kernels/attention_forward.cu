@@ -109,7 +109,7 @@ template <class S> DEVICE inline void forward(const Forward &x) {
         int64_t v_at = int64_t(key) * x.v_stride + column + Copy::start(x.v_stride);
         Copy::template copy<KEYS>(v_rows, x.v.offset(v_at), x.v_stride, left);
         copy_async_commit();
-        scores<D>(s, q_rows, first, k_rows);
+        scores(s, LeftRows<D, MT, 0>(q_rows, first), k_rows);
         copy_async_wait<0>();
         sync_block();
         key += KEYS, k_at += int64_t(KEYS) * x.k_stride;

@@ -124,6 +124,16 @@ DEVICE inline float block_sum(float x, Shared<float> scratch) {
     return warp_sum(x);
 }
 
+// Returns the largest of x over the block, in every thread; a NaN is smaller than any number.
+// `scratch` as in block_sum.
+DEVICE inline float block_max(float x, Shared<float> scratch) {
+    int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
+    x = warp_max(x);
+    if (lane == 0) scratch.store(warp, x);
+    sync_block();
+    return warp_max(lane < warps ? scratch.load(lane) : x);
+}
+
 // Returns the sum over a block of THREADS threads, a power of two, in thread 0, by a fixed tree.
 // `scratch` holds a value of each thread; the block may reuse it after the next barrier.
 template <int THREADS> DEVICE inline double block_sum_f64(double x, Shared<double> scratch) {

@@ -61,15 +61,6 @@ DEVICE inline bool beats(const float (&x)[4], float largest, int c, uint32_t tar
     return beaten;
 }
 
-// Returns the largest of x over the block, in every thread; `scratch` as in block_sum.
-DEVICE inline float block_max(float x, Shared<float> scratch) {
-    int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
-    x = warp_max(x);
-    if (lane == 0) scratch.store(warp, x);
-    sync_block();
-    return warp_max(lane < warps ? scratch.load(lane) : LOWEST);
-}
-
 template <class M, bool CAPPED>
 DEVICE inline RowSums row_sums(M row, int vocab, uint32_t target, bool whole, SoftCap<CAPPED> cap) {
     SHARED(float, scratch_max, 32);

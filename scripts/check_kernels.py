@@ -7,7 +7,8 @@
 
 The files are compiled with the options of crates/ops/build.rs, kernels/nvcc.options. ptxas then
 reports registers, stack, spills and shared memory of each kernel for each architecture. The PTX
-shows the instructions that move memory and compute. limits.toml holds the limits of each kernel;
+shows the instructions that move memory and compute, and in loops with products on tensor cores the
+reads of shared memory for each. limits.toml holds the limits of each kernel;
 the rules for every kernel are here: no access to local memory, no atomic sum of floats, no warning
 of nvcc.
 
@@ -86,6 +87,8 @@ class Limit:
     # The same, as compiled from PTX for the architectures in `from_ptx`.
     ptx_stack: int = 0
     ptx_spills: int = 0
+    # ldmatrix and mma.sync of its innermost loop with products; their ratio is the limit.
+    loop: list = field(default_factory=list)
     reason: str = ""
 
     @property
@@ -102,6 +105,9 @@ class Limit:
             yield f"{self.blocks} blocks of {self.threads} threads; a multiprocessor holds {RESIDENT_THREADS} threads"
         if unknown := sorted(set(map(str, self.uses)) - set(USES)):
             yield f"`uses` names {', '.join(unknown)}; accepted: {', '.join(USES)}"
+        is_pair = len(self.loop) == 2 and all(type(count) is int and count > 0 for count in self.loop)
+        if {"mma.sync", "ldmatrix"} <= set(self.uses) and not is_pair:
+            yield f"`loop` is {self.loop}; accepted beside mma.sync and ldmatrix: the numbers of ldmatrix and mma.sync"
         if (self.stack or self.spills or self.ptx_stack or self.ptx_spills) and not self.reason:
             yield "`stack`, `spills`, `ptx_stack` and `ptx_spills` above 0 want a `reason`"
 
@@ -118,6 +124,8 @@ class Found:
     # Threads of BOUNDS, 0 if absent.
     bounds: int = 0
     uses: set = field(default_factory=set)
+    # ldmatrix and mma.sync of the innermost loop with products, as the compiler unrolls it.
+    loop: tuple = (0, 0)
     # Forbidden instructions: the reason, and the first line with it.
     forbidden: dict = field(default_factory=dict)
 
@@ -228,14 +236,26 @@ OPCODE = re.compile(r"\s*(?:\{\s*)?(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)")
 def read_ptx(text: str, found):
     """Records the instructions in the PTX of a file; `found` as for read_ptxas."""
     architecture, now = re.search(r"^\.target sm_(\d+)", text, re.MULTILINE)[1], None
+    counts, labels, lengths = [0, 0], {}, []
     for line in text.splitlines():
         if entry := re.search(r"^(?:\.\w+ )*\.(?:entry|func)\b.*?(\w+)\s*\(", line):
             now = found(entry[1], architecture)
+            counts, labels, lengths = [0, 0], {}, []
+        elif label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = tuple(counts)
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)) and jump[1] in labels:
+            # A jump back ends a loop. Of those with products, the one with the fewest is innermost.
+            loads, products = (count - before for count, before in zip(counts, labels[jump[1]]))
+            if products:
+                lengths.append((products, loads))
+                now.loop = tuple(reversed(min(lengths)))
         elif bounds := re.match(r"\s*\.maxntid (\d+)", line):
             now.bounds = int(bounds[1])
         elif now and (instruction := OPCODE.match(line)):
             if use := use_of(instruction[1], line):
                 now.uses.add(use)
+                counts[0] += use == "ldmatrix"
+                counts[1] += use == "mma.sync"
             if why := why_forbidden(instruction[1]):
                 now.forbidden.setdefault(why, line.strip())
 
@@ -267,6 +287,11 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
     if found.bounds not in (0, limit.threads):
         yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"
     yield from frame_breaches(where, found, limit, {name: name for name in ("shared", "spills", "stack")})
+    if limit.loop and found.loop[0] * limit.loop[1] > limit.loop[0] * found.loop[1]:
+        yield (
+            f"{where}: {found.loop[0]} ldmatrix for {found.loop[1]} mma.sync in its loop, at most {limit.loop[0]} for "
+            f"{limit.loop[1]} are allowed (`loop`): reads of shared memory bound such a loop; use each operand more often"
+        )
     for use in limit.uses:
         if use not in found.uses:
             yield (
@@ -318,7 +343,8 @@ def print_table(architectures: list, from_ptx: list, limits: dict, found: dict):
         for newer in (found.get((name, architecture), Found("")) for architecture in from_ptx):
             shown += f"{newer.registers:7}{newer.spills:7}{newer.stack:6}"
         print(f"{name:32}{limit.threads:8}{limit.blocks:7}{limit.registers:6}{shown}{one.shared:7}", end="  ")
-        print(" ".join(sorted(one.uses)) or "-")
+        loop = f" {one.loop[0]} ldmatrix for {one.loop[1]} mma" if limit.loop else ""
+        print((" ".join(sorted(one.uses)) or "-") + loop)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ use std::{env, fs};
 fn main() -> Result<()> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=../../kernels");
+    println!("cargo:rustc-check-cfg=cfg(row_scales)");
     // The paths below are relative to the repository.
     env::set_current_dir("../..").map_err(|error| format!("cannot enter the repository: {error}"))?;
     let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
@@ -240,7 +241,12 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     let home = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
     let nvcc = env::var_os("NVCC").map(PathBuf::from).or(home).unwrap_or_else(|| PathBuf::from("nvcc"));
-    let compress = compresses(&nvcc).then_some("--compress-mode=size");
+    let release = release(&nvcc);
+    let compress = (release >= Some((12, 8))).then_some("--compress-mode=size");
+    // cuBLASLt of these releases multiplies codes of fp8 by scales of their rows.
+    if release >= Some((12, 9)) {
+        println!("cargo:rustc-cfg=row_scales");
+    }
     let mut table = String::from("// Written by build.rs: the code of each file of kernels/ for GPUs.\n[\n");
     for file in files {
         let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
@@ -262,13 +268,12 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
     write(&out.join("fatbins.rs"), &(table + "]\n"))
 }
 
-/// Returns true if this nvcc has `--compress-mode`: release 12.8 and newer.
-fn compresses(nvcc: &Path) -> bool {
+/// Returns the release of this nvcc.
+fn release(nvcc: &Path) -> Option<(u32, u32)> {
     let output = std::process::Command::new(nvcc).arg("--version").output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
     // "Cuda compilation tools, release 12.4, V12.4.131".
     let release = text.split("release ").nth(1).and_then(|rest| rest.split(',').next());
-    let number = |text: &str| text.parse::<u32>().ok();
-    let numbers = release.and_then(|release| release.split_once('.'));
-    numbers.is_some_and(|(major, minor)| (number(major), number(minor)) >= (Some(12), Some(8)))
+    let (major, minor) = release?.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }

@@ -103,9 +103,10 @@ fn open_device() -> Result<Device> {
     device::open(device::preferred()?)
 }
 
-/// Warns about operations that are slow on a GPU because a kernel is missing.
+/// Warns about operations that are slow because the device has no kernel or product for them.
 fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
-    options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
+    let texts = [options.without_kernels(config), options.software_fp8()];
+    texts.iter().flatten().for_each(|text| terminal.warn(text));
 }
 
 /// Reads the config.json of a model.

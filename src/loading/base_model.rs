@@ -1,6 +1,6 @@
 //! Opens a base model and builds the engine from it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -33,6 +33,10 @@ use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
 use crate::weights::{DigestTask, KeptTensors, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
+
+/// The warning of `model.dequantize = false` for a model without a weight that it keeps.
+const KEEPS_NOTHING: &str =
+    "`model.dequantize = false` has no effect: the model has no packed weight that a run keeps";
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -109,6 +113,8 @@ pub struct EngineOptions {
     pub offload: OffloadTarget,
     /// True if quantized weights are also kept in bf16.
     pub bf16_copy: bool,
+    /// The names of the weights that are multiplied in fp8 while they are frozen.
+    pub fp8: Arc<BTreeSet<String>>,
     /// Selects f32 masters, or bf16 weights that the optimizer updates directly.
     pub master: MasterWeights,
     /// The frozen weights that the ranks of this process share on the CPU.
@@ -157,6 +163,14 @@ impl EngineOptions {
         ))
     }
 
+    /// Returns a warning if products in fp8 are computed in software.
+    pub fn software_fp8(&self) -> Option<String> {
+        (self.device.is_cpu() && !has_kernels(&self.device) && !self.fp8.is_empty()).then(|| {
+            "a CPU has no products in fp8 (`train.base_products`): it computes the numbers of a GPU in software, slower than in bf16"
+                .to_owned()
+        })
+    }
+
     /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
@@ -170,6 +184,7 @@ impl EngineOptions {
             reducing,
             offload: OffloadTarget::default(),
             bf16_copy: false,
+            fp8: Arc::default(),
             master: MasterWeights::F32,
             frozen: SharedFrozen::default(),
         }
@@ -208,6 +223,9 @@ impl BaseModel {
         let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         if let Some(files) = &mut files {
+            if !model.dequantize && !files.keep_packed() {
+                resolver.warn(KEEPS_NOTHING);
+            }
             model::settle(&mut config, files)?;
             files.notes().for_each(|note| resolver.warn(note));
         }
@@ -387,6 +405,21 @@ impl BaseModel {
         descs(&self.config, trains, keeping)
     }
 
+    /// Refuses to keep packed weights on a device without kernels for them.
+    ///
+    /// # Errors
+    /// The user's: `model.dequantize` is false, and the device is a GPU.
+    pub(crate) fn check_packed(&self, traits: DeviceTraits) -> Result<()> {
+        match self.format {
+            Some(format @ QuantFormat::Grid(_)) if !traits.on_host() => {
+                Err(Error::user("cannot keep packed weights on a GPU (`model.dequantize = false`)")
+                    .because(format!("no kernel dequantizes {}", format.scheme().describe()))
+                    .hint("remove `dequantize`; `quantization.kind = \"nf4\"` then takes less memory"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks by headers that the files hold exactly the tensors of config.json, in its shapes.
     ///
     /// # Errors
@@ -396,6 +429,7 @@ impl BaseModel {
         let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), Trains::All) = (&self.format, trains) {
             let other = match stored {
+                Some(QuantFormat::Grid(_)) => "remove `model.dequantize`",
                 Some(_) => "give the unquantized model",
                 None => "remove `[quantization]`",
             };
@@ -413,7 +447,10 @@ impl BaseModel {
                     "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
                     format.scheme().describe()
                 ))
-                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
+                .hint(match format {
+                    QuantFormat::Grid(_) => "remove `model.dequantize`, or write `init = \"default\"`",
+                    _ => "give the unquantized model and `[quantization]`, or write `init = \"default\"`",
+                }));
         }
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
         values.check(&self.descs(trains, None)?, self.stored_tokens)
@@ -450,6 +487,7 @@ impl BaseModel {
         options: &EngineOptions,
     ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
         self.check(trains)?;
+        self.check_packed(options.traits)?;
         let adapter_setup = trains.adapter();
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
         let descs = self.descs(trains, Some(options))?;
@@ -463,6 +501,7 @@ impl BaseModel {
             offload: options.offload.clone(),
             fill_all,
             bf16_copy: options.bf16_copy,
+            fp8: !options.fp8.is_empty(),
             master: options.master,
             frozen: options.frozen.clone(),
         };

@@ -170,9 +170,7 @@ impl<'a> InitialValues<'a> {
 
     /// Quantizes a base weight piece by piece, or copies the codes of a quantized checkpoint.
     fn fill_quantized(&self, desc: &ParamDesc, local: &LocalRange, mut to: QuantViewMut<'_>) -> Result<()> {
-        if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
-            local.whole_shape()?;
-            stored.copy_to(&mut to);
+        if self.copy_stored(&desc.name, local, &mut to)? {
             return Ok(());
         }
         to.fill(local.elements(), &|start, values| {
@@ -181,6 +179,18 @@ impl<'a> InitialValues<'a> {
         })?;
         self.let_go(&desc.name);
         Ok(())
+    }
+
+    /// Copies the codes of a weight that the files have in the format of `to`. Returns false if
+    /// they have another.
+    fn copy_stored(&self, name: &str, local: &LocalRange, to: &mut QuantViewMut<'_>) -> Result<bool> {
+        let Some(files) = self.files.filter(|files| files.quantized_format(name).is_some()) else {
+            return Ok(false);
+        };
+        local.whole_shape()?;
+        let copied = files.copy_quantized(name, to)?;
+        self.let_go(name);
+        Ok(copied)
     }
 
     /// Fills the weight of an adapter's module, and derives the adapter's first values. They need
@@ -222,10 +232,13 @@ impl<'a> InitialValues<'a> {
                 weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
             }
             LoadTarget::Quantized(mut to) => {
-                to.fill(weight.len(), &|start, values| {
-                    values.copy_from_slice(&weight[start..start + values.len()]);
-                    Ok(())
-                })?;
+                // An adapter that changes the weights needs a base that is not quantized.
+                if factors.is_some() || !self.copy_stored(&desc.name, local, &mut to)? {
+                    to.fill(weight.len(), &|start, values| {
+                        values.copy_from_slice(&weight[start..start + values.len()]);
+                        Ok(())
+                    })?;
+                }
                 to.view().dequantize(0, &mut weight);
             }
         }

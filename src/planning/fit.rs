@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
+use super::fp8_base;
 use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, available};
 use super::memory_parts::MemoryParts;
 use super::parallel;
@@ -19,6 +20,7 @@ use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
 use crate::objectives;
+use crate::ops::matmul_fp8::Fp8Rows;
 use crate::optim::OptimizerOptions;
 use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy, SharedFrozen};
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
@@ -105,11 +107,14 @@ impl StepInputs<'_> {
     ///
     /// # Errors
     /// Keys of `[parallel]` contradict the number of ranks; no operation would read the bf16 copy;
-    /// `strategy = "auto"` and no strategy fits.
+    /// the device cannot keep packed weights; the run cannot multiply in fp8; `strategy = "auto"`
+    /// and no strategy fits.
     pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<ParallelDecision> {
         match self.fit(recipe, world)? {
             Some(fit) => {
                 bf16_copy::check(recipe, self.engine, fit.strategy)?;
+                self.base.check_packed(self.engine.traits)?;
+                fp8_base::check(recipe, &self.base.config, self.engine)?;
                 Ok(fit)
             }
             None => Err(self.refusal(recipe, world)?),
@@ -176,6 +181,7 @@ impl StepInputs<'_> {
     ) -> EngineOptions {
         let mut engine = self.engine.clone();
         engine.offload = parallel::offload(&recipe.parallel);
+        engine.fp8 = fp8_base::weights(recipe, &self.base.config);
         let derives = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
         engine.frozen = if derives { SharedFrozen::default() } else { SharedFrozen::new(world.here) };
         engine
@@ -334,6 +340,8 @@ fn how<'a>(
         offload: &engine.offload,
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
+        fp8: &engine.fp8,
+        scales_rows: Fp8Rows::scaled_in_product(&engine.device),
         frozen_ranks: if engine.traits.on_host() { engine.frozen.ranks() } else { 1 },
         objective: objectives::objective(&recipe.objective).cost(),
     })

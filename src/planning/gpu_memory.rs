@@ -1,7 +1,7 @@
 //! Peak transient GPU memory of a step. Freed buffers are reused, so only tensors that live at the
 //! same time count.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use candle_core::DType;
 
@@ -11,6 +11,7 @@ use crate::model::{
 };
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
+use crate::ops::matmul_fp8::Fp8Rows;
 use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
 use crate::recipe::Recompute;
 
@@ -24,6 +25,17 @@ pub(crate) const COMMUNICATOR: u64 = 500_000_000;
 pub(super) fn nccl_bytes(strategy: ShardingStrategy, mesh: MeshShape, descs: &[ParamDesc]) -> u64 {
     let trained = descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.kind.role());
     COMMUNICATOR * communicator_count(strategy, mesh, trained) as u64
+}
+
+/// The frozen weights that a step multiplies in fp8.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Fp8Weights<'a> {
+    /// Their names; none if no weight is multiplied so.
+    pub(super) names: Option<&'a BTreeSet<String>>,
+    /// True if their codes are kept; else each use quantizes them.
+    pub(super) kept: bool,
+    /// True if a product multiplies by the scales itself; else its sums are f32.
+    pub(super) scales_rows: bool,
 }
 
 /// One micro-batch on its way through the blocks of a model.
@@ -40,6 +52,10 @@ pub(super) struct GpuStep<'a> {
     has_dropout: bool,
     /// True if the computation is in bf16.
     in_bf16: bool,
+    /// True if the codes of weights in fp8 are kept.
+    keeps_codes: bool,
+    /// True if a product in fp8 multiplies by the scales itself.
+    scales_rows: bool,
 }
 
 /// A block as far as it decides transient memory.
@@ -63,6 +79,7 @@ struct LinearLayer {
     out: usize,
     inputs: usize,
     is_quantized: bool,
+    in_fp8: bool,
     /// The rank of its adapter, if it has one.
     r: Option<usize>,
 }
@@ -75,6 +92,7 @@ impl<'a> GpuStep<'a> {
         dequantized: &HashSet<&str>,
         adapter_setup: Option<&AdapterSetup>,
         (tokens, dtype): (usize, DType),
+        fp8: Fp8Weights<'_>,
     ) -> Self {
         let targets = adapter_setup.map_or(&[][..], |setup| &setup.targets);
         let ranks: HashMap<&str, usize> =
@@ -83,11 +101,13 @@ impl<'a> GpuStep<'a> {
             let layer = |module: &BlockModule| {
                 let WeightShape::Matrix { out, inputs } = module.weight else { return None };
                 let name = module.name_in(block);
+                let weight = format!("{name}.weight");
                 Some(LinearLayer {
                     group: module.part.group()?,
                     out,
                     inputs,
-                    is_quantized: dequantized.contains(format!("{name}.weight").as_str()),
+                    is_quantized: dequantized.contains(weight.as_str()),
+                    in_fp8: fp8.names.is_some_and(|names| names.contains(&weight)),
                     r: ranks.get(name.as_str()).copied(),
                 })
             };
@@ -117,6 +137,8 @@ impl<'a> GpuStep<'a> {
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
             in_bf16: dtype == DType::BF16,
+            keeps_codes: fp8.kept,
+            scales_rows: fp8.scales_rows,
         }
     }
 
@@ -201,7 +223,7 @@ impl BlockStep<'_> {
             LinearGroup::Down,
         ];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
-        stages.max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
+        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
     }
 
     /// Returns the values of a token that live together in the backward of a token mixer between
@@ -303,7 +325,53 @@ impl BlockStep<'_> {
     /// Recomputing multiplies by `down_proj` only before a norm of its output.
     fn keeps_panel(&self, group: LinearGroup) -> bool {
         let is_read = group != LinearGroup::Down || self.shape.has_post_norms;
-        self.keeps_panels && is_read && self.is_one_panel(group)
+        let is_one = if self.has_fp8(group) {
+            !self.step.keeps_codes && !self.has_dora(group)
+        } else {
+            self.is_one_panel(group)
+        };
+        self.keeps_panels && is_read && is_one
+    }
+
+    /// Returns the bytes of a group's panel in bf16, or of its codes in fp8.
+    fn kept_panel(&self, group: LinearGroup) -> u64 {
+        if self.has_fp8(group) { self.codes(group) } else { self.dequantized(group) }
+    }
+
+    fn in_fp8(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
+        self.group(group).filter(|layer| layer.in_fp8)
+    }
+
+    fn has_fp8(&self, group: LinearGroup) -> bool {
+        self.in_fp8(group).next().is_some()
+    }
+
+    /// Returns the bytes of the weights of a group in fp8.
+    fn codes(&self, group: LinearGroup) -> u64 {
+        self.in_fp8(group).map(|layer| Fp8Rows::bytes(layer.out, layer.inputs) as u64).sum()
+    }
+
+    /// Returns the bytes of panels and codes during a product of the group: of the weights, if each
+    /// use quantizes them, and of the other operand. The gradient of the input also transposes the
+    /// weights' codes.
+    fn operands(&self, group: LinearGroup, backward: bool) -> u64 {
+        let panel = self.panel(group);
+        if !self.has_fp8(group) {
+            return panel;
+        }
+        // With DoRA each layer is a product of its own, and the norm reads the panel.
+        let has_dora = self.has_dora(group);
+        let widths = self.in_fp8(group).map(|layer| layer.out);
+        let out = if has_dora { widths.max().unwrap_or(0) } else { widths.sum() };
+        let inputs = self.in_fp8(group).map(|layer| layer.inputs).max().unwrap_or(0);
+        let made = !self.step.keeps_codes && !self.keeps_panel(group);
+        let own = if made { Fp8Rows::bytes(out, inputs) } else { 0 };
+        let (tokens, result) = (self.step.tokens, if backward { inputs } else { out });
+        let turned = if backward { Fp8Rows::bytes(inputs, out) + F32 * inputs } else { 0 };
+        let sums = if self.step.scales_rows { 0 } else { tokens * result * F32 };
+        let rows = Fp8Rows::bytes(tokens, if backward { out } else { inputs });
+        let rest = (rows + turned + sums) as u64;
+        own as u64 + if has_dora && !backward { panel + rest } else { panel.max(rest) }
     }
 
     /// True if all matrices of a group are dequantized together.
@@ -340,12 +408,14 @@ impl BlockStep<'_> {
     }
 
     /// Returns the bytes of dequantized matrices that a product of the group holds, beside kept
-    /// ones. With DoRA, or if some layers are dense, only one matrix is held at a time.
+    /// ones. With DoRA, for codes in fp8, or if some layers are dense, only one matrix is held at a
+    /// time.
     fn panel(&self, group: LinearGroup) -> u64 {
-        if self.keeps_panel(group) {
+        let has_fp8 = self.has_fp8(group);
+        if self.keeps_panel(group) || has_fp8 && self.step.keeps_codes && !self.has_dora(group) {
             return 0;
         }
-        if self.is_one_panel(group) {
+        if self.is_one_panel(group) && !has_fp8 {
             return self.dequantized(group);
         }
         let quantized = self.group(group).filter(|layer| layer.is_quantized);
@@ -355,7 +425,7 @@ impl BlockStep<'_> {
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
         let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
-        let panel = self.panel(group);
+        let panel = self.operands(group, false);
         // DoRA's norm and products read one panel.
         if self.has_dora(group) { panel + dropped } else { panel.max(dropped) + self.shared_a(group) }
     }
@@ -384,11 +454,11 @@ impl BlockStep<'_> {
             // The gradients of inner activations; before the product, those of a copied A in f32.
             let (a, du) = (self.shared_a(group), self.step.rows(self.rank(group)));
             let da = a / self.step.size as u64 * F32 as u64;
-            return a + du + self.panel(group).max(dropped).max(da);
+            return a + du + self.operands(group, true).max(dropped).max(da);
         }
         let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
         let out = self.adapted(group).map(|layer| layer.out).max().unwrap_or(0);
-        self.step.rows(out) + (self.panel(group) + beside_panel).max(dropped)
+        self.step.rows(out) + (self.operands(group, true) + beside_panel).max(dropped)
     }
 }
 
@@ -421,7 +491,8 @@ mod tests {
             let adapter = || AdapterSetup::from_recipe(&section, ("base", &config), &[]);
             let adapter = (!dora.is_empty()).then(adapter).transpose()?;
             let of_token = (1, DType::F32);
-            Ok(GpuStep::new(&config, quantized, adapter.as_ref(), of_token).workspace(Recompute::None, &[]))
+            let step = GpuStep::new(&config, quantized, adapter.as_ref(), of_token, Fp8Weights::default());
+            Ok(step.workspace(Recompute::None, &[]))
         };
         let plain = workspace(&quantized, &[])?;
         assert!(workspace(&quantized, &[0, 1, 2])? < plain);
@@ -445,7 +516,8 @@ mod tests {
             let target_modules = TargetModules::Named(vec!["gate_proj".into(), "up_proj".into()]);
             let section = AdapterSection { target_modules, r, ..AdapterSection::default() };
             let adapter = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
-            let step = GpuStep::new(&config, &none, Some(&adapter), (tokens, DType::BF16));
+            let of_batch = (tokens, DType::BF16);
+            let step = GpuStep::new(&config, &none, Some(&adapter), of_batch, Fp8Weights::default());
             Ok(step.workspace(Recompute::None, &[]) - GEMM_WORKSPACE as u64)
         };
         let (through, rank) = (tokens * (2 * 64 + 2 * 16) * 2, 2 * 64);
@@ -467,7 +539,9 @@ mod tests {
             let names: Vec<String> =
                 layout.linears().map(|module| format!("{}.weight", module.name_in(0))).collect();
             let quantized = names.iter().map(String::as_str).collect();
-            Ok(GpuStep::new(&config, &quantized, None, (1000, DType::BF16)).workspace(recompute, &[]))
+            let of_batch = (1000, DType::BF16);
+            let step = GpuStep::new(&config, &quantized, None, of_batch, Fp8Weights::default());
+            Ok(step.workspace(recompute, &[]))
         };
         let panel = (64 * 16 * 2) as u64;
         let [gemma, llama] = ["gemma2", "llama"].map(|family| workspace(family, Recompute::Block));

@@ -1,10 +1,10 @@
 //! Estimates the memory of a step from shapes alone, the basis of `recompute = "auto"`.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use candle_core::{DType, Device};
 
-use super::gpu_memory::{GpuStep, nccl_bytes};
+use super::gpu_memory::{Fp8Weights, GpuStep, nccl_bytes};
 use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::error::Result;
@@ -12,9 +12,11 @@ use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, Experts, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
+use crate::ops::matmul_fp8::Fp8Rows;
 use crate::optim::StateLayout;
 use crate::parallel::{
-    MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy, is_shareable, trains_rows,
+    MeshShape, OffloadTarget, ParamDesc, ParamKind, ParamRole, Placements, ShardingStrategy, is_shareable,
+    trains_rows,
 };
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
@@ -157,6 +159,7 @@ impl MemoryPlan {
             if spec.values.is_sharded() || away {
                 of_segment.gathered += value;
             }
+            memory.weights += options.codes(desc);
             let value = value / options.sharing(desc, trains_rows);
             match options.offload.folder() {
                 Some(_) if away => memory.file += value,
@@ -246,7 +249,12 @@ impl<'a> MicroBatchTensors<'a> {
         options: &MemoryOptions<'_>,
     ) -> Self {
         let widths = (tokens, options.dtype);
-        let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths);
+        let fp8 = Fp8Weights {
+            names: Some(options.fp8).filter(|names| !names.is_empty()),
+            kept: options.keeps_codes(),
+            scales_rows: options.scales_rows,
+        };
+        let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths, fp8);
         let saved = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
         });
@@ -295,6 +303,10 @@ pub struct MemoryOptions<'a> {
     pub on_host: bool,
     /// True if quantized weights are also kept in bf16.
     pub bf16_copy: bool,
+    /// The names of the weights that are multiplied in fp8 while they are frozen.
+    pub fp8: &'a BTreeSet<String>,
+    /// True if products in fp8 multiply by the scales of rows themselves.
+    pub scales_rows: bool,
     /// The objective's own work and memory.
     pub objective: ObjectiveCost,
 }
@@ -308,6 +320,23 @@ impl MemoryOptions<'_> {
             !self.offload.has_values(role) && is_shareable(self.kind, role, desc.segment, trains_rows);
         let ranks = if is_shared { self.frozen_ranks } else { 1 };
         (self.kind.sharding_spec(role).values.parts(0, self.mesh) * ranks) as u64
+    }
+
+    /// True if codes in fp8 are kept: the frozen weights are whole on the device.
+    fn keeps_codes(&self) -> bool {
+        let role = ParamRole::Frozen;
+        !self.kind.sharding_spec(role).values.is_sharded() && !self.offload.has_values(role)
+    }
+
+    /// Returns the bytes of the kept codes of a parameter in fp8.
+    pub(super) fn codes(&self, desc: &ParamDesc) -> u64 {
+        let is_frozen = matches!(desc.kind, ParamKind::Frozen { .. } | ParamKind::Quantized(_));
+        match desc.global_shape() {
+            &[rows, width] if is_frozen && self.keeps_codes() && self.fp8.contains(&desc.name) => {
+                Fp8Rows::bytes(rows, width) as u64
+            }
+            _ => 0,
+        }
     }
 }
 
@@ -511,6 +540,8 @@ mod tests {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            fp8: &BTreeSet::new(),
+            scales_rows: true,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };
@@ -553,6 +584,8 @@ mod tests {
                 over_nccl,
                 offload,
                 bf16_copy: false,
+                fp8: &BTreeSet::new(),
+                scales_rows: true,
                 frozen_ranks: 1,
                 on_host: false,
                 objective: ObjectiveCost::default(),

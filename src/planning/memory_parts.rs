@@ -62,6 +62,10 @@ impl MemoryParts {
             let of_values = if in_file { " (in a file)" } else { away };
             let values = format!("{}{of_values}", kept_as(desc.kind, options));
             count(&mut parts.weights, values, value, options.sharing(desc, trains_rows));
+            let codes = options.codes(desc);
+            if codes > 0 {
+                count(&mut parts.weights, "codes of frozen weights, fp8".to_owned(), codes, 1);
+            }
             let update = over(spec.update);
             if master > 0 {
                 count(&mut parts.weights, format!("{MASTERS}{state_away}"), master, update);
@@ -109,7 +113,7 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
         ParamKind::Quantized(format) => {
             let scheme = format.scheme();
             let double = if scheme.double_quant() { ", its scales in 8 bits" } else { "" };
-            format!("frozen, {} in blocks of {}{double}", scheme.name(), scheme.hint().block_size)
+            format!("frozen, {} {}{double}", scheme.name(), scheme.blocks_in_words())
         }
         ParamKind::Buffer { .. } => format!("frozen, {}", DType::F32.as_str()),
         ParamKind::Trainable(_) => format!("trained, {own}"),
@@ -120,6 +124,8 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::model::Segment;
     use crate::objectives::ObjectiveCost;
@@ -151,6 +157,8 @@ mod tests {
                 offload: &OffloadTarget::default(),
                 on_host: true,
                 bf16_copy: false,
+                fp8: &BTreeSet::new(),
+                scales_rows: true,
                 frozen_ranks: 1,
                 objective: ObjectiveCost::default(),
             };

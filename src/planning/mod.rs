@@ -19,6 +19,7 @@ mod changes;
 mod describe;
 mod fingerprint;
 mod fit;
+mod fp8_base;
 mod global_batch;
 mod good_sense;
 mod gpu_memory;

@@ -11,6 +11,7 @@ use chrono::{DateTime, FixedOffset};
 use super::bf16_copy;
 use super::changes::{ModelSettings, Suggestion, changes, first_for};
 use super::fit::{MemoryBudget, ParallelDecision, Rows, StepInputs};
+use super::fp8_base;
 use super::global_batch::{decide_accumulation, decide_rows, sampler_options};
 use super::memory::MemoryPlan;
 use super::method::Method;
@@ -104,6 +105,7 @@ impl Plan {
         recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);
+        engine.fp8 = fp8_base::weights(&recipe, &base.config);
         engine.frozen = SharedFrozen::new(world.here);
         engine.master = parallel::master_weights(&recipe, engine.dtype)?;
         // The tokenizer of the adapter that the run starts from replaces the model's.

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use crate::exhaustive::each_third;
 use crate::place::{Place, copy_folder, golden, tiny_models};
 use candle_core::Device;
 use candle_core::quantized::GgmlDType;
@@ -863,13 +864,14 @@ fn check_errors(folder: &Path, model: &str, read: &Read) {
 fn mixtures_of_blocks() {
     let folder = wide();
     use GgmlDType::{F32, Q4_0, Q4K, Q5K, Q6K, Q8_0};
-    for (kind, most, more, output) in [
+    let kinds = [
         ("q8_0", Q8_0, Q8_0, Q8_0),
         ("q4_0", Q4_0, Q4_0, Q6K),
         ("q4_k_m", Q4K, Q6K, Q6K),
         ("q5_k_m", Q5K, Q6K, Q6K),
         ("q6_k", Q6K, Q6K, Q6K),
-    ] {
+    ];
+    for (kind, most, more, output) in each_third(kinds, 2) {
         let (_place, read) = exported(folder.path(), kind);
         for (name, info) in &read.content.tensor_infos {
             let layer = name.split('.').nth(1).and_then(|layer| layer.parse::<usize>().ok());

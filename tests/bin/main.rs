@@ -41,6 +41,7 @@ mod export;
 mod generate;
 mod gguf_base;
 mod packed_bases;
+mod packed_bases_kept;
 mod plan;
 mod quantize;
 mod train;

@@ -320,13 +320,13 @@ fn formats_of_others() {
     let config = std::fs::read_to_string(place.path("model/config.json")).unwrap();
     place.write(
         "model/config.json",
-        &config.replace("\"quant_method\": \"bitsandbytes\"", "\"quant_method\": \"hqq\""),
+        &config.replace("\"quant_method\": \"bitsandbytes\"", "\"quant_method\": \"quip\""),
     );
     assert_snapshot!(refusal(&place, &["generate", "--model", "model", "--prompt", "a"]), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
-      caused by: `quantization_config.quant_method` is "hqq"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"
+      caused by: `quantization_config.quant_method` is "quip"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "hqq"
     hint: give the model that was not quantized
     "#);
 }

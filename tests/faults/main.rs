@@ -16,6 +16,7 @@
 #[path = "../support/at_work.rs"]
 mod at_work;
 #[path = "../support/exhaustive.rs"]
+#[expect(dead_code, reason = "each test binary uses its part")]
 mod exhaustive;
 #[path = "../support/faulty_run.rs"]
 mod faulty_run;

@@ -199,6 +199,10 @@ enum Mode {
     Qlora,
     /// Keeps the weights in bf16 beside their codes.
     QloraCopy,
+    /// Multiplies by the weights in fp8: quantized in blocks, or bf16.
+    QloraFp8,
+    LoraFp8,
+    DoraFp8,
     Lora,
     Dora,
     Full,
@@ -232,7 +236,7 @@ fn load(shape: &Shape, run: Run) -> Loaded {
     let row =
         json!({ "text": "the quick brown fox jumps over the lazy dog ".repeat(300) }).to_string() + "\n";
     std::fs::write(folder.path().join("rows.jsonl"), row.repeat(2 * 4 * accumulation)).unwrap();
-    let kind = if mode == Mode::Dora { "dora" } else { "lora" };
+    let kind = if matches!(mode, Mode::Dora | Mode::DoraFp8) { "dora" } else { "lora" };
     let adapter = format!(
         "[adapter]\nkind = \"{kind}\"\nr = {RANK}\nlora_alpha = 32\nlora_dropout = {dropout:?}\n\
          target_modules = \"all-linear\"\n"
@@ -242,11 +246,13 @@ fn load(shape: &Shape, run: Run) -> Loaded {
     let text = format!(
         "{}{}[data]\nformat = \"text\"\npacking = false\nmax_seq_len = 2048\n[train]\nmax_steps = 3\n\
          micro_batch_size = 2\ngradient_accumulation_steps = {accumulation}\nrecompute = \"{}\"\n\
+         base_products = \"{}\"\n\
          [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\n\
          [checkpoint]\nsave_steps = \"never\"\n",
-        if mode == Mode::Qlora || copy { &quantization } else { "" },
+        if matches!(mode, Mode::Qlora | Mode::QloraFp8) || copy { &quantization } else { "" },
         if mode == Mode::Full { "" } else { &adapter },
         if recompute { "block" } else { "none" },
+        if matches!(mode, Mode::QloraFp8 | Mode::LoraFp8 | Mode::DoraFp8) { "fp8" } else { "dtype" },
     );
     let layers = RecipeLayers {
         recipe: Some(RecipeText { name: "counted".into(), text, folder: folder.path().into() }),
@@ -351,6 +357,22 @@ fn recomputing_shares_panels() {
     assert_eq!(step(true) - step(false), forward(Mode::Lora));
 }
 
+/// Products with the frozen weights are as many and as large in fp8, and most of all operations. A
+/// roofline of the fastest card has the time of both.
+fn products_in_fp8() {
+    let of_block = |mode| {
+        let run = Run { mode, recompute: false, dropout: 0.0, accumulation: 1 };
+        let step = |layers| load(&Shape { layers, ..WIDE }, run).second_step().0;
+        step(4) - step(2)
+    };
+    let [bf16, fp8] = [Mode::Lora, Mode::LoraFp8].map(of_block);
+    assert_eq!((fp8.gemms, fp8.gemm_flops), (bf16.gemms, bf16.gemm_flops));
+    assert!(bf16.fp8_flops == 0.0 && fp8.fp8_flops > 0.97 * fp8.gemm_flops, "{fp8:?}");
+    let seconds = |work: GpuWork| work.seconds(680e12, 0.85 * 4.3e12) / 2.0 * LAYERS as f64;
+    println!("blocks in bf16 {:.4} s, in fp8 {:.4} s: {fp8:?}", seconds(bf16), seconds(fp8));
+    assert!(seconds(fp8) < 0.8 * seconds(bf16), "{} {}", seconds(fp8), seconds(bf16));
+}
+
 /// A single test, since the counters are global to the process.
 #[test]
 fn steps_ask_for_what_was_planned() {
@@ -359,6 +381,7 @@ fn steps_ask_for_what_was_planned() {
     let recomputed = eight_billion(true, 0.36, 10.5e9) - kept;
     assert_eq!(recomputed, recomputed_flops());
     recomputing_shares_panels();
+    products_in_fp8();
     let far: Vec<_> =
         planned_runs().into_iter().filter_map(|(shape, run)| far_from_plan(shape, run)).collect();
     assert!(far.is_empty(), "{far:#?}");
@@ -377,6 +400,9 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
         (0.1, Mode::Qlora, 2),
         (0.1, Mode::Lora, 3),
         (0.0, Mode::QloraCopy, 4),
+        (0.0, Mode::QloraFp8, 2),
+        (0.0, Mode::LoraFp8, 3),
+        (0.0, Mode::DoraFp8, 2),
     ];
     let special = special.map(|(dropout, mode, i)| (&PLANNED[2], Run { dropout, ..run(i, mode) }));
     plain.chain(special).collect()

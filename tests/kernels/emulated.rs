@@ -47,11 +47,11 @@ const SHUFFLED: (&str, &str) = ("FINETUNE_EMULATE", "5");
 /// threads.
 #[test]
 fn bf16_follows_and_repeats_itself() {
-    for name in ["full", "lora_qwen2"] {
+    for name in ["full_olmo2", "lora_qwen2"] {
         follows_in_bf16(name, &[(FORWARD, None), (SHUFFLED, None)]);
     }
     let without_masters = Some("optimizer.master=none");
-    follows_in_bf16("full", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
+    follows_in_bf16("full_olmo2", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
 }
 
 /// The same for other adapters, and for QLoRA with its weights kept in bf16 beside their codes.
@@ -60,6 +60,14 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("lora_tokens", &[(FORWARD, None), (SHUFFLED, None)]);
     follows_in_bf16("dora", &[(SHUFFLED, None)]);
     follows_in_bf16("qlora", &[(FORWARD, None), (SHUFFLED, Some("quantization.bf16_copy=true"))]);
+}
+
+/// The frozen weights in fp8, by the emulated products of codes.
+#[test]
+fn a_base_in_fp8_follows() {
+    for name in ["lora_qwen2", "qlora"] {
+        golden_run::follows_in_fp8(name, [2e-2, 1e-1], &[FORWARD]);
+    }
 }
 
 /// Gemma 2 and 3: two norms in each half of a block, soft-caps and windows.

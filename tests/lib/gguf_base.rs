@@ -46,7 +46,7 @@ fn blocks_have_the_values_of_gguf_py() {
 }
 
 /// A GGUF model, described in a folder of its own.
-fn described(file: &Path) -> TempDir {
+pub(crate) fn described(file: &Path) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     describe_base(file, folder.path()).unwrap();
     folder

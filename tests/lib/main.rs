@@ -38,6 +38,7 @@ mod offload;
 mod ops;
 mod optimizer_state;
 mod packed_bases;
+mod packed_bases_kept;
 mod published;
 mod quant;
 mod recipe;

@@ -287,6 +287,8 @@ fn the_memory_plan_counts_each_tensor() {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            fp8: &std::collections::BTreeSet::new(),
+            scales_rows: true,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };

@@ -34,7 +34,7 @@ fn open(model: &str) -> ModelFiles {
     ModelFiles::open(&golden("models").join(model)).unwrap()
 }
 
-fn sha256(values: &[f32]) -> String {
+pub(crate) fn sha256(values: &[f32]) -> String {
     // The reference adds 0.0, so that -0.0 counts as 0.0.
     let bytes = values.iter().flat_map(|value| (value + 0.0).to_le_bytes());
     Sha256::digest(bytes.collect::<Vec<u8>>()).iter().map(|byte| format!("{byte:02x}")).collect()
@@ -271,6 +271,84 @@ fn floats_of_eight_bits() {
     gives(&compressed("float-quantized", block), &[codes(), scales], name, &[2.0, 8.0, 1.0, -4.0]);
 }
 
+/// The layer of ModelOpt with 2 outputs and 16 inputs.
+fn modelopt_layer() -> Vec<Tensor> {
+    let scales = ("x.weight_scale", Dtype::F8_E4M3, vec![2, 1], vec![0x38, 0x40]);
+    let factor = ("x.weight_scale_2", Dtype::F32, vec![], f32s(&[0.5]));
+    vec![("x.weight", Dtype::U8, vec![2, 8], (0..16).map(|i| i * 17).collect()), scales, factor]
+}
+
+#[test]
+fn floats_of_four_bits() {
+    // Both halves of a byte are equal.
+    const VALUES: [f32; 16] =
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+    let wanted = |factor: [f32; 2]| -> Vec<f32> { (0..32).map(|i| VALUES[i / 2] * factor[i / 16]).collect() };
+    let settings = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
+    gives(&settings, &modelopt_layer(), "modelopt nvfp4", &wanted([0.5, 1.0]));
+    // compressed-tensors divides by its factor.
+    let group = weights("float", 4, "tensor_group", true, json!(16));
+    let nvfp4 = compressed("nvfp4-pack-quantized", group.clone());
+    let mut layer = modelopt_layer();
+    layer[0].0 = "x.weight_packed";
+    layer[2].0 = "x.weight_global_scale";
+    gives(&nvfp4, &layer, "compressed-tensors nvfp4", &wanted([2.0, 4.0]));
+    let mxfp4 = compressed("mxfp4-pack-quantized", weights("float", 4, "group", true, json!(16)));
+    layer[1] = ("x.weight_scale", Dtype::U8, vec![2, 1], vec![127, 128]);
+    gives(&mxfp4, &layer[..2], "compressed-tensors mxfp4", &wanted([1.0, 2.0]));
+}
+
+#[test]
+fn malformed_floats_of_four_bits() {
+    let settings = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
+    let of = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let mut tensors = modelopt_layer();
+        change(&mut tensors);
+        refused(&settings, &tensors)
+    };
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(2))), @"modelopt: weight_scale_2 is missing");
+    assert_snapshot!(of(&|tensors| tensors[2].3 = f32s(&[f32::NAN])), @"modelopt: weight_scale_2 is NaN; accepted: finite numbers other than 0");
+    assert_snapshot!(of(&|tensors| tensors[2] = ("x.weight_scale_2", Dtype::F32, vec![2], f32s(&[1.0, 2.0]))), @"modelopt: weight_scale_2 has dtype F32 and shape [2]; accepted: one number of F32");
+    assert_snapshot!(of(&|tensors| tensors[1].2 = vec![1, 2]), @"modelopt: weight_scale has shape [1, 2]; accepted: [2, 1]");
+    assert_snapshot!(of(&|tensors| tensors[1].1 = Dtype::U8), @"modelopt: weight_scale has dtype U8; accepted: F8_E4M3");
+    assert_snapshot!(refused(&json!({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}), &modelopt_layer()), @r#"`quantization_config.quant_algo` is "NVFP4_AWQ"; accepted: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4""#);
+}
+
+/// The layer of HQQ with 2 outputs and 4 inputs in groups of 2.
+fn hqq_layer() -> Vec<Tensor> {
+    vec![
+        ("x.W_q", Dtype::U8, vec![2, 2], vec![0x18, 0x29, 0x3a, 0x4f]),
+        ("x.scale", Dtype::BF16, vec![4, 1], bf16s(&[1.0, 2.0, 0.5, 4.0])),
+        ("x.zero", Dtype::BF16, vec![4, 1], bf16s(&[0.0, 2.5, 8.0, 1.0])),
+        ("x.shape", Dtype::I64, vec![2], sizes(&[2, 4])),
+        ("x.axis", Dtype::I32, vec![], indices(&[1])),
+    ]
+}
+
+#[test]
+fn groups_of_hqq() {
+    let settings = json!({"quant_method": "hqq", "quant_config": {}});
+    // The high halves of the bytes are the first two groups.
+    gives(&settings, &hqq_layer(), "hqq int4", &[1.0, 2.0, 1.0, 3.0, 0.0, 0.5, 36.0, 56.0]);
+    let mut wide = hqq_layer();
+    wide[0] = ("x.W_q", Dtype::U8, vec![4, 2], vec![1, 2, 3, 4, 200, 255, 0, 1]);
+    gives(&settings, &wide, "hqq int8", &[1.0, 2.0, 1.0, 3.0, 96.0, 123.5, -4.0, 0.0]);
+    let of = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let mut tensors = hqq_layer();
+        change(&mut tensors);
+        refused(&settings, &tensors)
+    };
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(0))), @"hqq: W_q is missing");
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(2))), @"hqq: zero is missing");
+    assert_snapshot!(of(&|tensors| drop(tensors.remove(3))), @"hqq: shape is missing");
+    assert_snapshot!(of(&|tensors| tensors[1].2 = vec![1, 4]), @"hqq: scale has shape [1, 4]; accepted: one column, of groups along axis 1");
+    assert_snapshot!(of(&|tensors| tensors[2].2 = vec![4]), @"hqq: zero has shape [4]; accepted: [4, 1]");
+    assert_snapshot!(of(&|tensors| tensors[3].3 = sizes(&[4, 4])), @"hqq: shape is [4, 4], and scale has 4 groups of 2; accepted: whole groups in each row");
+    assert_snapshot!(of(&|tensors| tensors[3].3 = sizes(&[-1, 4])), @"hqq: shape is [-1, 4]; accepted: two numbers from 0");
+    assert_snapshot!(of(&|tensors| tensors[0] = ("x.W_q", Dtype::U8, vec![1, 2], vec![0, 0])), @"hqq: W_q has shape [1, 2]; accepted: [4, 2] (8 bits), [2, 2] (4 bits)");
+    assert_snapshot!(of(&|tensors| tensors[0] = ("x.W_q", Dtype::BF16, vec![1, 2], vec![0; 4])), @"hqq: W_q has dtype BF16; accepted: U8");
+}
+
 /// Large enough for several tasks, from the start of a row and from its middle.
 #[test]
 fn threads_read_what_one_thread_does() {
@@ -475,8 +553,8 @@ fn settings_of_compressed_tensors_that_are_not_supported() {
         settings[key] = value;
         refused(&settings, &[])
     };
-    assert_snapshot!(with("format", json!("nvfp4-pack-quantized")), @r#"`quantization_config.format` is "nvfp4-pack-quantized" with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
-    assert_snapshot!(with("format", Value::Null), @r#"`quantization_config.format` is missing with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
+    assert_snapshot!(with("format", json!("nvfp4-pack-quantized")), @r#"`quantization_config.format` is "nvfp4-pack-quantized" with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric), "nvfp4-pack-quantized" or "mxfp4-pack-quantized" (float in 4 bits, symmetric)"#);
+    assert_snapshot!(with("format", Value::Null), @r#"`quantization_config.format` is missing with weights of type "int" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric), "nvfp4-pack-quantized" or "mxfp4-pack-quantized" (float in 4 bits, symmetric)"#);
     assert_snapshot!(with("sparsity_config", json!({"format": "sparse-24-bitmask"})), @r#"`quantization_config.sparsity_config` is {"format":"sparse-24-bitmask"}; accepted: null, or the format "dense""#);
     assert_snapshot!(with("transform_config", json!({"config_groups": {"u": {}}})), @r#"`quantization_config.transform_config` is {"config_groups":{"u":{}}}; accepted: null"#);
     let of = |change: &dyn Fn(&mut Value)| {
@@ -484,8 +562,8 @@ fn settings_of_compressed_tensors_that_are_not_supported() {
         change(&mut weights);
         refused(&compressed("pack-quantized", weights), &[])
     };
-    assert_snapshot!(of(&|weights| weights["num_bits"] = json!(3)), @r#"`quantization_config.format` is "pack-quantized" with weights of type "int" in 3 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
-    assert_snapshot!(of(&|weights| weights["strategy"] = json!("attn_head")), @r#"`quantization_config.config_groups.group_0.weights.strategy` is "attn_head"; accepted: "tensor", "channel", "group", "block""#);
+    assert_snapshot!(of(&|weights| weights["num_bits"] = json!(3)), @r#"`quantization_config.format` is "pack-quantized" with weights of type "int" in 3 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric), "nvfp4-pack-quantized" or "mxfp4-pack-quantized" (float in 4 bits, symmetric)"#);
+    assert_snapshot!(of(&|weights| weights["strategy"] = json!("attn_head")), @r#"`quantization_config.config_groups.group_0.weights.strategy` is "attn_head"; accepted: "tensor", "channel", "group", "tensor_group", "block""#);
     assert_snapshot!(of(&|weights| weights["group_size"] = Value::Null), @"`quantization_config.config_groups.group_0.weights.group_size` is null; accepted: a number from 1");
     assert_snapshot!(of(&|weights| {
         weights["strategy"] = json!("tensor");
@@ -495,7 +573,7 @@ fn settings_of_compressed_tensors_that_are_not_supported() {
     assert_snapshot!(of(&|weights| weights["num_bits"] = json!("4")), @r#"invalid type: string "4", expected usize"#);
     assert_snapshot!(with("config_groups", Value::Null), @"invalid type: null, expected a map");
     assert_snapshot!(of(&|weights| weights["dynamic"] = json!(true)), @"`quantization_config.config_groups.group_0.weights.dynamic` is true; accepted: false");
-    assert_snapshot!(of(&|weights| weights["type"] = json!("float")), @r#"`quantization_config.format` is "pack-quantized" with weights of type "float" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric)"#);
+    assert_snapshot!(of(&|weights| weights["type"] = json!("float")), @r#"`quantization_config.format` is "pack-quantized" with weights of type "float" in 4 bits; accepted: "pack-quantized" (int in 4 or 8 bits), "int-quantized" (int in 8 bits), "float-quantized" (float in 8 bits, symmetric), "nvfp4-pack-quantized" or "mxfp4-pack-quantized" (float in 4 bits, symmetric)"#);
 }
 
 #[test]

@@ -57,6 +57,30 @@ fn cases(kind: &str) -> Vec<(String, Value)> {
     all.into_iter().filter_map(|(name, case)| Some((name.strip_prefix(&prefix)?.to_owned(), case))).collect()
 }
 
+/// All 256 codes, and numbers at, beside and between their values: torch's float8_e4m3fn
+/// (tests/golden/scripts/make_e4m3.py).
+#[test]
+fn e4m3_is_that_of_torch() {
+    let text = std::fs::read_to_string(golden().join("e4m3.json")).unwrap();
+    let table: Value = serde_json::from_str(&text).unwrap();
+    let number = |bits: &Value| f32::from_bits(bits.as_u64().unwrap() as u32);
+    let values = table["values"].as_array().unwrap();
+    assert_eq!(values.len(), quant::E4M3.len());
+    for (code, value) in values.iter().map(number).enumerate() {
+        let ours = quant::E4M3[code];
+        assert!(
+            ours.to_bits() == value.to_bits() || ours.is_nan() && value.is_nan(),
+            "{code}: {ours} {value}"
+        );
+    }
+    let rounded = table["rounded"].as_array().unwrap();
+    assert!(rounded.len() > 2000);
+    for pair in rounded {
+        let x = number(&pair[0]);
+        assert_eq!(u64::from(quant::to_e4m3(x)), pair[1].as_u64().unwrap(), "{x}");
+    }
+}
+
 /// Rounds to the input's dtype, in which the library returns the values.
 fn rounded(values: Vec<f32>, dtype: StoredDtype) -> Vec<f32> {
     let round = |value: f32| match dtype {

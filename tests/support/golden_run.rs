@@ -144,9 +144,14 @@ pub(crate) fn follows(name: &str, split: Split) {
 
 /// Like [`follows`], with `variables` in the environment.
 pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)]) {
+    follows_as(name, split, &[], variables);
+}
+
+/// Like [`follows`], with `more` flags and `variables` in the environment.
+pub(crate) fn follows_as(name: &str, split: Split, more: &[&str], variables: &[(&str, &str)]) {
     let (folder, place) = (golden_of_family(&format!("train/{name}")), tempfile::tempdir().unwrap());
     let output = place.path().join("out");
-    steps_follow(name, split, &[], variables, &output, [2e-5, 2e-4]);
+    steps_follow(name, split, more, variables, &output, [2e-5, 2e-4]);
     let trajectory = trajectory(&folder);
     let name = format!("{name}, {split:?}");
     let (ours, theirs) = if trajectory["run"]["method"] == "full" {
@@ -213,4 +218,22 @@ pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)])
     };
     let runs: Vec<_> = runs.iter().map(losses).collect();
     assert!(runs.windows(2).all(|pair| pair[0] == pair[1]), "{name}: {runs:x?}");
+}
+
+/// Repeats the golden run `name` on one rank in bf16 with the frozen weights multiplied in fp8, and
+/// without. Losses and gradient norms are within these relative differences of the original's. Losses
+/// have the same bits if the weights are copied from the host for each use and blocks are
+/// recomputed, and others without fp8.
+pub(crate) fn follows_in_fp8(name: &str, limits: [f64; 2], variables: &[(&str, &str)]) {
+    let place = tempfile::tempdir().unwrap();
+    let losses = |more: &[&str]| {
+        let output = place.path().join(format!("out{}", more.len()));
+        let flags: Vec<_> = ["model.dtype=bf16"].iter().chain(more).flat_map(|key| ["--set", key]).collect();
+        steps_follow(name, ONE_RANK, &flags, variables, &output, limits);
+        metrics(&output, "loss").iter().map(|step| number(step, "loss").to_bits()).collect::<Vec<_>>()
+    };
+    let fp8 = "train.base_products=fp8";
+    let kept = losses(&[fp8]);
+    assert_eq!(losses(&[fp8, "parallel.offload=params", "train.recompute=block"]), kept, "{name}");
+    assert_ne!(losses(&[]), kept, "{name}: the key has no effect");
 }

@@ -7,7 +7,9 @@
 use std::collections::HashSet;
 
 use super::Recipe;
-use super::enums::{AdapterInit, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy};
+use super::enums::{
+    AdapterInit, BaseProducts, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy,
+};
 use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 use super::step_interval::StepInterval;
@@ -45,6 +47,8 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
+    packed(recipe, &mut found);
+    base_products(recipe, &mut found);
     masters(recipe, &mut found);
     places(recipe, &mut found);
     divergence(recipe, &mut found);
@@ -126,6 +130,31 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             found.push(KeyConflict::new("optimizer", "lora_plus_ratio", text, hint));
         }
         None => {}
+    }
+}
+
+fn packed(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    if !recipe.model.dequantize && recipe.quantization.is_some() {
+        let text = "is false, which keeps packed weights as they are; `[quantization]` changes them";
+        let hint = "remove `dequantize` or `[quantization]`";
+        found.push(KeyConflict::new("model", "dequantize", text, hint));
+    }
+}
+
+fn base_products(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    if recipe.train.base_products != BaseProducts::Fp8 {
+        return;
+    }
+    if recipe.adapter.is_none() {
+        let text = "has no effect without [adapter]: weights that train are not multiplied in fp8";
+        let hint = "add `[adapter]`, or remove `base_products`";
+        found.push(KeyConflict::new("train", "base_products", text, hint));
+    }
+    if recipe.quantization.as_ref().is_some_and(|quantization| quantization.bf16_copy) {
+        let text = "has no effect with `train.base_products = \"fp8\"`, which keeps codes of fp8 instead";
+        let hint = "remove `bf16_copy`, or `base_products` under `[train]`";
+        let conflict = KeyConflict::new("quantization", "bf16_copy", text, hint);
+        found.push(conflict.overruled_by("train", "base_products"));
     }
 }
 

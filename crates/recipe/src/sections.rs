@@ -4,9 +4,9 @@
 
 use super::command_line::CommandLine;
 use super::enums::{
-    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    AdapterInit, AdapterKind, AlertRule, Attention, BaseProducts, ComputeDtype, DataFormat, Dtype,
+    MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind,
+    Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 use super::listen_address::ListenAddress;
 use super::row_source::RowSource;
@@ -40,6 +40,9 @@ section! {
         init: ModelInit = ModelInit::Pretrained;
         /// Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
         dtype: ComputeDtype = ComputeDtype::Auto;
+        /// Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors or GGUF while it
+        /// is read; false: keep it packed in memory under an adapter, on the CPU.
+        dequantize: bool = true;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;
         /// Tokens to train, also beside an adapter. Tokens that the tokenizer lacks are added to
@@ -174,6 +177,10 @@ section! {
         seed: u64 = 0, AtLeast(0.0);
         /// Recompute activations in the backward pass to save memory.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
+        /// Products of the frozen linear layers below an adapter, in training and its evaluations:
+        /// in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on
+        /// GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
+        base_products: BaseProducts = BaseProducts::Dtype;
     }
 }
 

@@ -9,9 +9,9 @@ use std::path::Path;
 use toml::Value;
 
 use super::enums::{
-    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
+    AdapterInit, AdapterKind, AlertRule, Attention, BaseProducts, ComputeDtype, DataFormat, Dtype,
+    MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind,
+    Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
 };
 
 /// Reason for refusing a value.
@@ -446,6 +446,7 @@ choices_are_settings!(
     ObjectiveKind,
     OnNan,
     Recompute,
+    BaseProducts,
     OptimizerKind,
     StateDtype,
     MasterWeights,

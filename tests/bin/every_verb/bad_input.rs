@@ -309,6 +309,38 @@ fn adapters_that_cannot_be() {
 }
 
 #[test]
+fn bases_that_cannot_be_in_fp8() {
+    let place = Place::new();
+    let fp8 = ["--set", "train.base_products=fp8"];
+    assert_snapshot!(no_run(&place, &fp8), @"
+    exit 1
+    error: cannot multiply the frozen weights in fp8 (`train.base_products`)
+      caused by: the run computes in f32; accepted beside fp8: bf16
+    hint: add `--set model.dtype=bf16`, or remove `base_products`
+    ");
+    let full = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
+    assert_snapshot!(refused(&place, &[&full[..], &fp8].concat()), @"
+    exit 1
+    error: cannot use these settings
+      caused by: --set train.base_products=fp8: `train.base_products` has no effect without [adapter]: weights that train are not multiplied in fp8
+    hint: add `[adapter]`, or remove `base_products`
+    ");
+    let copy = ["--set", "quantization.kind=nf4", "--set", "quantization.bf16_copy=true"];
+    assert_snapshot!(no_run(&place, &[&fp8[..], &copy].concat()), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set quantization.bf16_copy=true: `quantization.bf16_copy` has no effect with `train.base_products = "fp8"`, which keeps codes of fp8 instead
+    hint: remove `bf16_copy`, or `base_products` under `[train]`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "train.base_products=fp4"]), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set train.base_products=fp4: `train.base_products` is "fp4"; accepted: "dtype", "fp8"
+    hint: write `base_products = "fp8"`
+    "#);
+}
+
+#[test]
 fn weights_that_cannot_be_quantized() {
     let text = no_run_with_tensors_and(&["--set", "quantization.kind=nf4"], |tensors| {
         let data = &mut tensor(tensors, "model.layers.1.mlp.up_proj.weight").3;
@@ -486,7 +518,7 @@ fn features_of_a_config_that_are_not_supported() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
-      caused by: `quantization_config.quant_method` is "aqlm"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4"
+      caused by: `quantization_config.quant_method` is "aqlm"; accepted: "bitsandbytes", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "hqq"
     hint: give the model that was not quantized
     "#);
     let rope = json!({"rope_type": "spiral", "factor": 2.0});

@@ -12,6 +12,7 @@ use std::fs;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 
 use clap::Parser;
 use finetune::cli::{Cli, Verb};
@@ -242,14 +243,20 @@ fn follow(page: &Path) -> bool {
 
 #[test]
 fn every_command_works() {
-    let ran: Vec<String> = std::thread::scope(|scope| {
-        let follow = |page: PathBuf| follow(&page).then(|| name_of(&page));
-        let threads: Vec<_> = pages().into_iter().map(|page| scope.spawn(move || follow(page))).collect();
-        threads
-            .into_iter()
-            .filter_map(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)))
-            .collect()
+    let (pages, ran) = (Mutex::new(pages()), Mutex::new(Vec::new()));
+    let next = || pages.lock().unwrap().pop();
+    let work = || {
+        while let Some(page) = next() {
+            if follow(&page) {
+                ran.lock().unwrap().push(name_of(&page));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (0..2).map(|_| scope.spawn(work)).collect();
+        others.into_iter().for_each(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)));
     });
+    let ran: Vec<String> = ran.into_inner().unwrap();
     assert!(ran.iter().any(|page| page == "README.md"), "{ran:?}");
 }
 

@@ -639,6 +639,10 @@ fn recipes_listed_and_shown() {
     # Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
     # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
+    # Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors or GGUF while it
+    # is read; false: keep it packed in memory under an adapter, on the CPU.
+    # Accepted: true, false.
+    dequantize = true
     # Tiled attention, or the plain formula as a reference.
     # Accepted: "flash", "eager".
     attention = "flash"
@@ -801,6 +805,11 @@ fn recipes_listed_and_shown() {
     # Recompute activations in the backward pass to save memory.
     # Accepted: "auto", "none", "block".
     recompute = "auto"
+    # Products of the frozen linear layers below an adapter, in training and its evaluations:
+    # in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on
+    # GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
+    # Accepted: "dtype", "fp8".
+    base_products = "dtype"
 
     # The optimizer that applies gradients.
     [optimizer]

@@ -4,6 +4,7 @@
 use rquickjs::{Context, Runtime};
 use serde_json::{Value, json};
 
+use crate::exhaustive::each_third;
 use crate::place::Place;
 use crate::plan::sizing::{SHAPES, plan, shapes};
 
@@ -69,10 +70,13 @@ fn both(
 #[test]
 fn the_page_calculates_what_the_plan_says() {
     let (place, mut off) = (shapes(), Vec::new());
-    for (model, [hidden, mlp, layers, heads, kv, vocabulary], tied) in SHAPES {
+    for (place_of_model, (model, [hidden, mlp, layers, heads, kv, vocabulary], tied)) in
+        SHAPES.into_iter().enumerate()
+    {
         let shape = json!({"layers": layers, "hidden": hidden, "mlp": mlp, "heads": heads, "kv": hidden / heads * kv,
             "vocabulary": vocabulary, "tied": tied});
-        for (settings, row) in SETTINGS.into_iter().zip([2048, 512].into_iter().cycle()) {
+        let settings = SETTINGS.into_iter().zip([2048, 512].into_iter().cycle());
+        for (settings, row) in each_third(settings, place_of_model) {
             let (said, drawn) = both(&place, (model, &shape), row, settings);
             let terms = said["memory"].as_array().unwrap();
             let (mut all, mut all_planned) = (0.0, 0.0);

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use crate::exhaustive::each_third;
 use crate::place::Place;
 use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
@@ -28,7 +29,7 @@ pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {
 }
 
 /// The command of a run of `place`'s model on its rows.
-fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
+pub(crate) fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
     for key in ["optimizer.learning_rate=1e-4", "data.max_seq_len=128"].iter().chain(keys) {
         args.extend(["--set", key]);
@@ -77,14 +78,14 @@ fn succeeded(place: &Place, command: &mut Command) -> String {
 }
 
 /// Returns the bytes of a size such as `1.50 GiB`.
-fn bytes(text: &str) -> f64 {
+pub(crate) fn bytes(text: &str) -> f64 {
     let (number, unit) = text.split_once(' ').unwrap();
     let power = ["B", "KiB", "MiB", "GiB", "TiB"].iter().position(|known| *known == unit).unwrap();
     number.parse::<f64>().unwrap() * 1024f64.powi(power as i32)
 }
 
 /// Returns the text between `start` and `end`.
-fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
+pub(crate) fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
     let (_, rest) = text.split_once(start).unwrap_or_else(|| panic!("no `{start}` in {text}"));
     rest.split_once(end).unwrap_or_else(|| panic!("no `{end}` in {rest}")).0
 }
@@ -171,13 +172,14 @@ pub(crate) fn write_headers(model: &Path) {
 fn two_thousand_layers_are_planned_in_no_time() {
     let place = resized(&[("num_hidden_layers", 2000)]);
     write_headers(&place.path("model"));
-    for keys in [
+    let runs = [
         &["adapter.r=4"][..],
         &["adapter.kind=dora", "adapter.exclude_modules=[\"layers.0.self_attn.q_proj\"]"],
         &["adapter.r=4", "quantization.kind=nf4", "quantization.skip_modules=[\"q_proj\"]"],
         &["adapter.r=4", "adapter.modules_to_save=[\"norm\"]"],
         &["optimizer.state=int8"],
-    ] {
+    ];
+    for keys in each_third(runs, 1) {
         let planned = succeeded(&place, &mut train(&place, "out", keys, &["--dry-run"]));
         assert!(planned.contains("memory of a step: "), "{planned}");
     }
@@ -203,7 +205,7 @@ fn a_million_faults_are_counted() {
 
 /// Writes rows of text, enough to fill micro-batches of a thousand tokens; smaller ones would
 /// fragment memory.
-fn write_text(place: &Place) {
+pub(crate) fn write_text(place: &Place) {
     let words: Vec<&str> =
         "the island of a sea and the wind over it was quiet for many days".split(' ').collect();
     let row = |i: usize| {
@@ -252,7 +254,7 @@ fn runs_keep_to_the_memory_of_their_plan() {
     let always =
         ["model.init=random", "log.tensorboard=false", "data.max_seq_len=256", "checkpoint.save_steps=never"];
     let mut off = Vec::new();
-    for (i, shape) in [
+    let shapes = [
         &["train.recompute=none", TWO_STEPS][..],
         &["checkpoint.save_steps=1", TWO_STEPS],
         &["checkpoint.save_steps=1", "checkpoint.async_save=false", "optimizer.state=int8", TWO_STEPS],
@@ -283,10 +285,8 @@ fn runs_keep_to_the_memory_of_their_plan() {
         &["parallel.strategy=ddp", "model.dtype=bf16", TWO_STEPS],
         &["parallel.strategy=fsdp", TWO_STEPS],
         &["parallel.offload=params", "parallel.offload_folder=away", TWO_STEPS],
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ];
+    for (i, shape) in each_third(shapes, 0).into_iter().enumerate() {
         let keys = [&always[..], shape].concat();
         let ranks: &[&str] = if shape[0].starts_with("parallel.strategy") { &["--ranks", "2"] } else { &[] };
         let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, ranks));

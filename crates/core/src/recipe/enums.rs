@@ -71,6 +71,16 @@ choices! {
 }
 
 choices! {
+    /// Products of frozen weights with activations and gradients.
+    pub enum BaseProducts {
+        /// In the dtype of the computation.
+        Dtype = "dtype",
+        /// In e4m3 with a scale for each row: 4 bits of exponent, 4 significant bits.
+        Fp8 = "fp8",
+    }
+}
+
+choices! {
     /// Floating-point type in which weights are stored.
     pub enum Dtype {
         /// finetune chooses; see the documentation of the key.

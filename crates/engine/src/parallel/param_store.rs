@@ -13,6 +13,7 @@ use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
 use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
+use super::placement::ParamRole;
 use super::quantized_bucket::QuantizedBucket;
 use super::shared_frozen::{FrozenBucket, SharedFrozen, is_shareable, trains_rows};
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
@@ -46,6 +47,8 @@ pub struct StoreOptions {
     /// Also keep quantized weights of blocks in bf16, for devices with kernels that multiply dense
     /// panels.
     pub bf16_copy: bool,
+    /// Multiply by frozen weights of blocks in fp8.
+    pub fp8: bool,
     /// Selects f32 masters or the bf16 weights themselves as the values that the optimizer updates.
     pub master: MasterWeights,
     /// The frozen weights that the ranks of this process share.
@@ -116,6 +119,12 @@ impl ParamStore {
             .collect::<Result<_>>()?;
         if store.options.bf16_copy {
             store.blocks.iter_mut().try_for_each(BlockWeights::keep_in_bf16)?;
+        }
+        if store.options.fp8 {
+            let frozen = ParamRole::Frozen;
+            let is_split = store.options.mesh.strategy().sharding_spec(frozen).values.is_sharded();
+            let keeps = !is_split && !store.options.offload.has_values(frozen);
+            store.blocks.iter_mut().try_for_each(|block| block.multiply_in_fp8(keeps))?;
         }
         store.scatter_trained_rows(None)?;
         Ok(store)

@@ -183,6 +183,11 @@ impl AdapterConfig {
             let found = config.lora_dropout;
             return Err(Error::user(format!("`lora_dropout` is {found}; accepted: from 0 to below 1")));
         }
+        if !config.target_parameters.is_empty() && config.spec.use_dora {
+            return Err(Error::user(
+                "`use_dora` is true; accepted beside `target_parameters`, as in PEFT: false",
+            ));
+        }
         refuse_unsupported(&keys.0)?;
         Ok((config, keys.0))
     }
@@ -197,22 +202,35 @@ impl AdapterConfig {
     }
 
     /// Names the modules of experts instead of the tensors of all experts, with the ranks and
-    /// scales of `targets`.
+    /// alphas of `targets`, sorted by name.
     pub(super) fn name_experts(&mut self, targets: &[Target], modules: &[Module]) {
         self.target_parameters.clear();
         let spec = &mut self.spec;
         spec.target_modules = ModulePattern::Named(NamePattern::List(super::target_names(targets, modules)));
+        (spec.layers_to_transform, spec.exclude_modules) = (None, NamePattern::NONE);
+        spec.layers_pattern.clear();
+        // By last word of the name: the layers with their rank and alpha.
+        let mut of_experts: BTreeMap<&str, Vec<(&str, &Target)>> = BTreeMap::new();
         for target in targets {
-            let Some((_, after)) = target.name.split_once(EXPERTS) else { continue };
-            let leaf = after.rsplit('.').next().unwrap_or(after);
-            let key = format!("experts\\.\\d+\\.{leaf}");
-            if target.r != spec.r && !spec.rank_pattern.iter().any(|(known, _)| *known == key) {
-                spec.rank_pattern.insert(0, (key.clone(), target.r));
-            }
-            if target.alpha != spec.lora_alpha && !spec.alpha_pattern.iter().any(|(known, _)| *known == key) {
-                spec.alpha_pattern.insert(0, (key, target.alpha));
+            let Some((layer, after)) = target.name.split_once(EXPERTS) else { continue };
+            let layers = of_experts.entry(after.rsplit('.').next().unwrap_or(after)).or_default();
+            if layers.last().is_none_or(|(last, _)| *last != layer) {
+                layers.push((layer, target));
             }
         }
+        let (mut ranks, mut alphas) = (Vec::new(), Vec::new());
+        for (leaf, layers) in of_experts {
+            let same = layers.iter().all(|(_, of)| of.r == layers[0].1.r && of.alpha == layers[0].1.alpha);
+            for (layer, target) in if same { &layers[..1] } else { &layers[..] } {
+                let before = if same { String::new() } else { regex::escape(layer) + "\\." };
+                let key = format!("{before}experts\\.\\d+\\.{leaf}");
+                ranks.push((key.clone(), target.r));
+                alphas.push((key, target.alpha));
+            }
+        }
+        // The first pattern that matches counts.
+        spec.rank_pattern = with_first(ranks, &spec.rank_pattern, spec.r);
+        spec.alpha_pattern = with_first(alphas, &spec.alpha_pattern, spec.lora_alpha);
     }
 
     /// Returns the same configuration with other names in its lists of modules.
@@ -313,6 +331,17 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights> {
     Err(Error::user(format!("`init_lora_weights` is {found}, {effect}; {accepted}")).hint(hint))
 }
 
+/// Returns the patterns `first` before `others`, without those that change nothing: `usual` is the
+/// value of names without a pattern.
+fn with_first<T: Copy + PartialEq>(
+    first: Vec<(String, T)>,
+    others: &[(String, T)],
+    usual: T,
+) -> Vec<(String, T)> {
+    let changes = |(_, value): &(String, T)| !others.is_empty() || *value != usual;
+    first.into_iter().filter(changes).chain(others.iter().cloned()).collect()
+}
+
 /// Writes whole numbers like PEFT: 16, not 16.0.
 fn number(value: f64) -> Value {
     // Up to 2^53 every whole f64 is exact as an integer.
@@ -408,10 +437,37 @@ impl ConfigKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::ModuleKind;
 
     fn parse(extra: &str) -> Result<AdapterConfig> {
         let text = format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#);
         AdapterConfig::parse(text.as_bytes()).map(|(config, _)| config)
+    }
+
+    /// The written patterns give each expert the rank and alpha that it has.
+    #[test]
+    fn experts_of_each_layer_keep_their_ranks() {
+        let names = |layer: usize, r: usize| {
+            (0..2).map(move |expert| {
+                let name = format!("model.layers.{layer}.mlp.experts.{expert}.up_proj");
+                Target { name, kind: ModuleKind::Linear, r, alpha: 16.0, scale: 16.0 / r as f64 }
+            })
+        };
+        let module = |target: &Target| Module {
+            name: target.name.clone(),
+            shape: vec![8, 8],
+            kind: ModuleKind::Linear,
+        };
+        for (ranks, patterns) in [([4, 4], 1), ([4, 2], 2), ([8, 8], 0)] {
+            let targets: Vec<Target> = names(1, ranks[0]).chain(names(11, ranks[1])).collect();
+            let modules: Vec<Module> = targets.iter().map(module).collect();
+            let keys = r#","target_parameters":["up_proj"],"layers_to_transform":[1],"lora_alpha":16"#;
+            let mut config = parse(&keys.replace("up_proj", "gate_up_proj")).expect("a config");
+            config.name_experts(&targets, &modules);
+            assert_eq!(config.spec.rank_pattern.len(), patterns, "{ranks:?}");
+            let again = super::super::targets::resolve(&config.spec, &modules).expect("targets");
+            assert_eq!(again, targets);
+        }
     }
 
     #[test]
@@ -506,6 +562,7 @@ mod tests {
             r#","lora_bias":true"#,
             r#","layer_replication":[[0,2]]"#,
             r#","target_parameters":["experts.w"]"#,
+            r#","target_parameters":["experts.down_proj"],"use_dora":true"#,
             r#","trainable_token_indices":[-1]"#,
             r#","trainable_token_indices":{"embed_tokens":5}"#,
             r#","use_qalora":true"#,
@@ -530,6 +587,7 @@ mod tests {
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
         `target_parameters` has `experts.w`; accepted: `gate_up_proj` or `down_proj` of experts
+        `use_dora` is true; accepted beside `target_parameters`, as in PEFT: false
         `trainable_token_indices` is [-1]; accepted: a list of token ids, or an object from module names to such lists
         `trainable_token_indices` is {"embed_tokens":5}; accepted: a list of token ids, or an object from module names to such lists
         `use_qalora` is true, which is not supported; accepted: no such key, or its default

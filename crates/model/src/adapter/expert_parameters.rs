@@ -59,6 +59,14 @@ pub(super) fn parameter_loras(
     files: &ModelFiles,
 ) -> Result<Vec<ParameterLora>, String> {
     let mut all = Vec::new();
+    let has = |experts: &String, name: &String| {
+        PARAMETERS.iter().any(|parameter| ends_with_name(&format!("{experts}.{parameter}"), name))
+    };
+    if let Some(name) = config.target_parameters.iter().find(|name| !wrapped.keys().any(|of| has(of, name))) {
+        return Err(format!(
+            "{CONFIG_FILE} has `target_parameters` with `{name}`, of which {WEIGHTS_FILE} holds no tensor"
+        ));
+    }
     for (experts, wrappers) in wrapped {
         let names = PARAMETERS.map(|parameter| format!("{experts}.{parameter}"));
         let is_named = |name: &&String| config.target_parameters.iter().any(|end| ends_with_name(name, end));

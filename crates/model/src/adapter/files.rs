@@ -86,6 +86,7 @@ impl SavedAdapter {
                 *key = rules.canonical(key);
             }
         }
+        config.target_parameters.iter_mut().for_each(|name| *name = rules.canonical(name));
         let adapted =
             names.iter().filter_map(|(module, kinds)| Some((module.as_str(), adapted(module, kinds)?)));
         let targets = targets::targets_of(&config.spec, adapted)?;
@@ -271,27 +272,9 @@ impl SavedAdapter {
             }
             self.targets.sort_by(|a, b| a.name.cmp(&b.name));
             self.config.name_experts(&self.targets, modules);
-            self.check_patterns()?;
         }
         self.check_fits(modules)?;
         Ok(self)
-    }
-
-    /// Checks that the patterns of ranks and alphas, which have no layer for experts, give each
-    /// target its own.
-    fn check_patterns(&self) -> Result<()> {
-        let named = self.targets.iter().map(|target| (target.name.as_str(), target.kind));
-        let again = targets::targets_of(&self.config.spec, named)?;
-        match self.targets.iter().zip(&again).find(|(target, again)| target != again) {
-            None => Ok(()),
-            Some((Target { name, r, alpha, .. }, _)) => {
-                Err(Error::user(format!("cannot use adapter {}", self.files.folder().display())).because(
-                    format!(
-                        "`{name}` has r {r} and lora_alpha {alpha}, experts of other layers have others; accepted with `target_parameters`: the same in all layers"
-                    ),
-                ))
-            }
-        }
     }
 
     fn misfit(&self, cause: String) -> Error {

@@ -116,13 +116,14 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             let name = module.name_in(layer);
             let bias = module.bias.then(|| from.param(&format!("{name}.bias"))).transpose()?;
             let weight = from.matrix(&format!("{name}.weight"))?;
-            Ok(Linear { weight, bias, lora: from.lora(&name, module_index)? })
+            let lora = from.lora(&name, module_index)?;
+            Ok(Linear { weight, bias, lora, is_gate: module.part.is_gate() })
         };
         let layers = members.iter().map(linear).collect::<Result<Vec<_>>>()?;
         let names: Vec<_> =
             members.iter().map(|(module, _)| format!("{}.weight", module.name_in(layer))).collect();
         let merged = if names.len() > 1 { from.merged(&names)? } else { None };
-        Ok(MergedLinear { layers, merged })
+        Ok(MergedLinear { layers, merged, fp8: None })
     };
     let optional = |part: BlockPart| -> Result<Option<Param>> {
         let name = layout.module(part).map(|module| part.parameter(&module.name_in(layer)));

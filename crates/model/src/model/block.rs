@@ -107,6 +107,16 @@ impl BlockWeights {
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 
+    /// Multiplies by the frozen weights of linear layers in fp8 from now on, except those of
+    /// routers and other gates. With `keeps` their codes are kept.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub fn multiply_in_fp8(&mut self, keeps: bool) -> Result<()> {
+        let linears = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
+        linears.into_iter().try_for_each(|linear| linear.multiply_in_fp8(keeps))
+    }
+
     /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
     /// `x` on a GPU in bf16: the two products of a weight then share its panel. Recomputing
     /// multiplies by `down_proj` only before a norm of its output; without one, it is left out. The

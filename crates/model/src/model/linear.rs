@@ -9,11 +9,13 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
+use super::fp8_base::{Fp8Base, Fp8Part};
+use super::lora::{self, BaseWeight, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::lora_group::LoraGroup;
 use super::{Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
+use crate::ops::matmul_fp8::{Fp8Rows, matmul_fp8};
 use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
@@ -28,6 +30,8 @@ pub struct Linear {
     pub bias: Option<Param>,
     /// The adapter, if this layer is a target.
     pub lora: Option<Lora>,
+    /// True if its weight is never quantized: its few outputs decide about all values of a token.
+    pub is_gate: bool,
 }
 
 /// One or more linear layers with the same input and adjacent outputs: q, k, v; gate and up; or
@@ -39,6 +43,8 @@ pub struct MergedLinear {
     /// The weights of all layers as one matrix `[Σ out, in]`, if they are dense and contiguous, or
     /// are kept in bf16 beside their blocks.
     pub merged: Option<Param>,
+    /// The layers whose frozen weights are multiplied in fp8, if any.
+    pub(super) fp8: Option<Fp8Base>,
 }
 
 /// Layers of a [`MergedLinear`] with a common product of their weights.
@@ -47,6 +53,8 @@ struct Part<'a> {
     weights: Vec<Weight<'a>>,
     /// The sum of the gradient of the weights.
     grad: Option<&'a TensorMut>,
+    /// The weights in fp8, if they are multiplied so.
+    fp8: Option<Fp8Part>,
 }
 
 /// Gradients that a backward leaves until the layers' input is known: those of the weights and of
@@ -118,23 +126,45 @@ impl Linear {
 impl MergedLinear {
     /// Returns the layers in parts with one product each. On a GPU all layers with weights of one
     /// kind are one part, but not with DoRA, which needs the product of a single layer. Elsewhere
-    /// layers are one part if they are contiguous and have no adapters.
-    fn parts(&self, device: &Device, has_dora: bool) -> Vec<Part<'_>> {
+    /// layers are one part if they are contiguous and have no adapters. Layers in fp8 are one part
+    /// on any device.
+    fn parts(&self, device: &Device, has_dora: bool) -> Result<Vec<Part<'_>>> {
+        if let Some(fp8) = &self.fp8 {
+            return self.fp8_parts(fp8, has_dora);
+        }
         let all = if has_kernels(device) {
             self.as_one().filter(|_| !has_dora)
         } else {
             self.merged().filter(|_| self.layers.iter().all(|layer| layer.lora.is_none()))
         };
-        all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
+        Ok(all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all]))
     }
 
-    /// Also keeps quantized weights in bf16. DoRA multiplies by each layer's own weight instead.
+    /// Returns the layers in fp8 as one part, or one by one for DoRA, and the other ones.
+    fn fp8_parts(&self, fp8: &Fp8Base, has_dora: bool) -> Result<Vec<Part<'_>>> {
+        let (in_fp8, others) = self.layers.split_at(fp8.layers);
+        let each = if has_dora { 1 } else { fp8.layers };
+        let mut start = 0;
+        let part = |layers| {
+            let part = Part { layers, weights: weights_of(layers), grad: None, fp8: None };
+            let len = part.columns()?.iter().map(|(_, len)| len).sum();
+            start += len;
+            Ok(Part { fp8: Some(fp8.part(start - len, len)?), ..part })
+        };
+        in_fp8.chunks(each).map(part).chain(others.iter().map(|layer| Ok(Part::of(layer)))).collect()
+    }
+
+    /// Also keeps quantized weights in bf16, and the codes of weights in fp8. DoRA multiplies by
+    /// each layer's own weight instead.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub(super) fn keep_in_bf16(&mut self) -> Result<()> {
         if self.merged.is_some() || self.layers.iter().any(|layer| layer.has_dora()) {
             return Ok(());
+        }
+        if self.fp8.is_some() {
+            return self.keep_codes();
         }
         // Quantized layers come first, then the small gates that are never quantized.
         let (mut quantized, mut dense) = (Vec::new(), Vec::new());
@@ -173,14 +203,14 @@ impl MergedLinear {
     fn merged(&self) -> Option<Part<'_>> {
         let merged = self.merged.as_ref()?;
         let weights = vec![Weight::Dense(&merged.value)];
-        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref() })
+        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref(), fp8: None })
     }
 
     fn as_one(&self) -> Option<Part<'_>> {
         self.merged().or_else(|| {
-            let weights: Vec<_> = self.layers.iter().map(|layer| layer.weight.get()).collect();
+            let weights = weights_of(&self.layers);
             let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
-            quantized.then_some(Part { layers: &self.layers, weights, grad: None })
+            quantized.then_some(Part { layers: &self.layers, weights, grad: None, fp8: None })
         })
     }
 
@@ -192,12 +222,15 @@ impl MergedLinear {
         dy: &Tensor,
         dx: Option<&TensorMut>,
     ) -> Result<PendingGradients<'a>> {
-        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None };
+        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None, fp8: None };
         let du = group.backward(saved, dy, &all.columns()?)?;
-        if let Some(dx) = dx {
-            let layers = || self.layers.iter().map(|layer| layer.weight.get()).collect();
-            let weights = self.merged().map_or_else(layers, |merged| merged.weights);
-            input_gradient(dx, dy, &weights, group.to_input(&du))?;
+        match dx {
+            Some(dx) if self.fp8.is_some() => self.input_gradient_in_fp8(dx, dy, group.to_input(&du))?,
+            Some(dx) => {
+                let weights = self.merged().map_or_else(|| weights_of(&self.layers), |merged| merged.weights);
+                input_gradient(dx, dy, &weights, group.to_input(&du))?;
+            }
+            None => {}
         }
         let (mut start, mut pending) =
             (0, PendingGradients { group: Some((group, du)), ..PendingGradients::default() });
@@ -206,12 +239,48 @@ impl MergedLinear {
         }
         Ok(pending)
     }
+
+    /// Works like [`input_gradient`], by the parts in fp8 and the other ones.
+    fn input_gradient_in_fp8(&self, dx: &TensorMut, dy: &Tensor, low_rank: LowRank<'_>) -> Result<()> {
+        let (dx, factor) = (ColumnViewMut::all(dx), ColumnView::all(low_rank.factor));
+        matmul(dx, low_rank.u, factor, Transpose::Nn, low_rank.scale, Addend::Nothing)?;
+        let mut start = 0;
+        for part in self.parts(dy.device(), false)? {
+            let len = part.columns()?.iter().map(|(_, len)| len).sum();
+            part.multiply(dx, ColumnView { tensor: dy, start, len }, Transpose::Nn, Addend::Destination)?;
+            start += len;
+        }
+        Ok(())
+    }
+}
+
+fn weights_of(layers: &[Linear]) -> Vec<Weight<'_>> {
+    layers.iter().map(|layer| layer.weight.get()).collect()
 }
 
 impl<'a> Part<'a> {
     fn of(layer: &'a Linear) -> Self {
-        let weights = vec![layer.weight.get()];
-        Part { layers: std::slice::from_ref(layer), weights, grad: layer.weight.grad() }
+        let layers = std::slice::from_ref(layer);
+        Part { layers, weights: weights_of(layers), grad: layer.weight.grad(), fp8: None }
+    }
+
+    /// Returns the codes of weights in fp8.
+    fn codes(&self) -> Result<Option<Fp8Rows>> {
+        self.fp8.as_ref().map(|fp8| fp8.codes(&self.weights)).transpose()
+    }
+
+    /// Writes the product of `a` with the weights, stacked by rows, to `dst`.
+    fn multiply(
+        &self,
+        dst: ColumnViewMut<'_>,
+        a: ColumnView<'_>,
+        form: Transpose,
+        added: Addend<'_>,
+    ) -> Result<()> {
+        match self.codes()? {
+            Some(codes) => matmul_fp8(dst, a, &codes, form, added),
+            None => matmul_weights(dst, a, &self.weights, form, added),
+        }
     }
 
     /// Returns the first column and the width of each layer's output, relative to the part.
@@ -243,9 +312,11 @@ impl<'a> Part<'a> {
         if let ([layer], [Some(lora)]) = (self.layers, &loras[..])
             && lora.is_dora()
         {
-            saved.0.push(Some(lora::dora_forward(layer.weight.get(), lora, x, all, added, branch.source)?));
+            let base = BaseWeight { values: layer.weight.get(), codes: self.codes()? };
+            saved.0.push(Some(lora::dora_forward(&base, lora, x, all, added, branch.source)?));
         } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
             && !has_kernels(x.device())
+            && self.fp8.is_none()
         {
             let down = match downs.into_iter().next().flatten() {
                 Some(down) => down,
@@ -256,7 +327,7 @@ impl<'a> Part<'a> {
             saved.0.push(Some(down));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
-            let base = |added| matmul_weights(all, ColumnView::all(x), &self.weights, Transpose::Nt, added);
+            let base = |added| self.multiply(all, ColumnView::all(x), Transpose::Nt, added);
             if !branches_first {
                 base(added)?;
             }
@@ -301,11 +372,13 @@ impl<'a> Part<'a> {
         if let ([layer], Some(Some((lora, saved)))) = (layers, branches().next())
             && lora.is_dora()
         {
-            let du = lora::dora_backward(layer.weight.get(), lora, saved, all, dx, source)?;
+            let base = BaseWeight { values: layer.weight.get(), codes: self.codes()? };
+            let du = lora::dora_backward(&base, lora, saved, all, dx, source)?;
             pending.adapters.push((lora, du));
         } else if let ([weight], [_], Some(Some((lora, saved))), Some((dx, added))) =
             (&self.weights[..], layers, branches().next(), dx)
             && !has_kernels(dy.device())
+            && self.fp8.is_none()
             && !lora.drops(source)
         {
             let (du, dx) = (lora.up_backward(saved, all)?, ColumnViewMut::all(dx));
@@ -318,7 +391,7 @@ impl<'a> Part<'a> {
             let mut dx = dx;
             let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
                 dx.map_or(Ok(()), |(dx, added)| {
-                    matmul_weights(ColumnViewMut::all(dx), all, &self.weights, Transpose::Nn, added)
+                    self.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
                 })
             };
             if !branches_first {
@@ -412,7 +485,7 @@ pub(super) fn forward_into(
     };
     let mut saved = LoraSaved::default();
     let mut start = 0;
-    for part in linear.parts(x.device(), has_dora) {
+    for part in linear.parts(x.device(), has_dora)? {
         let of_part = downs.drain(..part.layers.len()).collect();
         start = part.forward(x, (y, start), added, branch, (of_part, &mut saved))?;
     }
@@ -489,7 +562,7 @@ pub(super) fn backward_parts<'a>(
     let has_dora = loras().flatten().any(Lora::is_dora);
     let (mut start, mut layer) = (0, 0);
     let mut pending = PendingGradients { source, ..PendingGradients::default() };
-    for part in linear.parts(dy.device(), has_dora) {
+    for part in linear.parts(dy.device(), has_dora)? {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
         let of_part = &saved[layer..layer + part.layers.len()];
         start = part.backward(of_part, (dy, start), dx, &mut pending)?;

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
+use crate::ops::matmul_fp8::{Fp8Rows, matmul_fp8};
 use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
@@ -278,9 +279,32 @@ impl Lora {
     }
 }
 
+/// The frozen weight below a DoRA branch.
+pub(super) struct BaseWeight<'a> {
+    /// The weight, whose norm DoRA computes.
+    pub(super) values: Weight<'a>,
+    /// Its codes, if it is multiplied in fp8.
+    pub(super) codes: Option<Fp8Rows>,
+}
+
+impl BaseWeight<'_> {
+    fn multiply(
+        &self,
+        dst: ColumnViewMut<'_>,
+        a: ColumnView<'_>,
+        form: Transpose,
+        added: Addend<'_>,
+    ) -> Result<()> {
+        match &self.codes {
+            Some(codes) => matmul_fp8(dst, a, codes, form, added),
+            None => matmul_weight(dst, a, self.values, form, added),
+        }
+    }
+}
+
 /// Writes `x Wᵀ` with the branch of DoRA to the columns `out`, plus `added`.
 pub(super) fn dora_forward(
-    weight: Weight<'_>,
+    base: &BaseWeight<'_>,
     lora: &Lora,
     x: &Tensor,
     out: ColumnViewMut<'_>,
@@ -289,7 +313,7 @@ pub(super) fn dora_forward(
 ) -> Result<BranchSaved> {
     let Some(magnitude) = &lora.magnitude else { return Err(Error::internal("DoRA without a magnitude")) };
     let panel;
-    let weight = match weight {
+    let weight = match base.values {
         // The norm and the products read one panel.
         Weight::Quantized(quantized) if has_kernels(x.device()) => {
             panel = dequantize(&[quantized], x.dtype())?;
@@ -297,6 +321,7 @@ pub(super) fn dora_forward(
         }
         weight => weight,
     };
+    let base = BaseWeight { values: weight, codes: base.codes.clone() };
     let u = lora.down(x, source)?;
     let b = ColumnView::all(&lora.b.value);
     let mut accumulate = added.place_in(out)?;
@@ -305,10 +330,10 @@ pub(super) fn dora_forward(
     let unscaled = empty(x.dim(0)?, out.len, x.dtype(), x.device())?;
     let z = ColumnViewMut::all(&unscaled);
     let input = lora.input(x, source)?;
-    matmul_weight(z, ColumnView::all(&input), weight, Transpose::Nt, Addend::Nothing)?;
+    base.multiply(z, ColumnView::all(&input), Transpose::Nt, Addend::Nothing)?;
     if lora.drops(source) {
         let added = Addend::destination_if(accumulate);
-        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, added)?;
+        base.multiply(out, ColumnView::all(x), Transpose::Nt, added)?;
         scale_columns(out, z.as_view(), &factor.ones_like()?.neg()?, true)?;
         accumulate = true;
     }
@@ -321,7 +346,7 @@ pub(super) fn dora_forward(
 /// Adds the gradients of DoRA's B and m, and returns that of u. Adds the gradient of `dy` through
 /// the layer to `dx`, or writes it if nothing is added.
 pub(super) fn dora_backward(
-    weight: Weight<'_>,
+    base: &BaseWeight<'_>,
     lora: &Lora,
     saved: &BranchSaved,
     dy: ColumnView<'_>,
@@ -337,7 +362,7 @@ pub(super) fn dora_backward(
     let du = lora.up_backward(saved, ColumnView::all(&scaled))?;
     if let Some((dx, added)) = dx {
         let to_input = |dst: &TensorMut, dy: ColumnView<'_>, added: Addend<'_>| {
-            matmul_weight(ColumnViewMut::all(dst), dy, weight, Transpose::Nn, added)
+            base.multiply(ColumnViewMut::all(dst), dy, Transpose::Nn, added)
         };
         match lora.dropout(source) {
             None => to_input(dx, ColumnView::all(&scaled), added)?,

@@ -18,9 +18,11 @@ mod config;
 mod config_reader;
 mod embedding;
 mod families;
+mod fp8_base;
 mod init;
 mod layout;
 mod linear;
+mod linear_in_fp8;
 mod lm_head;
 mod lora;
 mod lora_group;
@@ -50,6 +52,7 @@ pub use families::{
     Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
     GgufSoftcap, GgufWindows,
 };
+pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
 pub use layout::{
     BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts, unused_weights,

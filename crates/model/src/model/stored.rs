@@ -109,16 +109,14 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
 /// Removes what tools store beside packed weights and the model does not use: scales of its
 /// key-value cache, and biases of zeros (AutoGPTQ).
 fn pass_over_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
-    let is_packed =
-        |name: &str| files.stored_format(name).is_some() && files.quantized_format(name).is_none();
-    if !files.names().any(is_packed) {
+    if !files.names().any(|name| files.is_packed(name)) {
         return Ok(());
     }
     let parameters = parameters(config);
     let parameters: HashSet<&str> = parameters.iter().map(|parameter| parameter.name.as_str()).collect();
     let mut zeros: HashSet<String> = HashSet::new();
     for (name, info) in files.tensors().filter(|(name, _)| !parameters.contains(name)) {
-        if !name.strip_suffix(".bias").is_some_and(|module| is_packed(&format!("{module}.weight"))) {
+        if !name.strip_suffix(".bias").is_some_and(|module| files.is_packed(&format!("{module}.weight"))) {
             continue;
         }
         // Zeros also if the values cannot be read.

@@ -24,9 +24,7 @@ use super::{
     header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
-use crate::quant::QuantFormat;
 use crate::stored_dtype;
-use crate::units;
 
 /// The most names that are compared with a missing one: a comparison takes the square of their
 /// lengths.
@@ -50,6 +48,10 @@ pub struct ModelFiles {
     kept: KeptTensors,
     /// A warning about renamed tensors.
     renamed: Option<String>,
+    /// True if runs keep packed weights as they are stored.
+    pub(super) keeps_packed: bool,
+    /// Warnings about packed weights.
+    pub(super) packing: Vec<String>,
     /// Warnings about tensors that are unused, or used in another way than config.json describes.
     notes: Vec<String>,
 }
@@ -107,16 +109,8 @@ impl ModelFiles {
         let found = reader.recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
-        let mut packed: BTreeMap<&str, usize> = BTreeMap::new();
-        for parts in found.values().filter(|parts| parts.is_packed()) {
-            *packed.entry(parts.name()).or_default() += 1;
-        }
-        for (format, count) in packed {
-            let count = units::exact(count, "weight");
-            let note = format!("finetune dequantizes {count} stored as {format} while it reads the model");
-            self.notes.push(note);
-        }
         self.parts.extend(found);
+        self.note_packing();
         Ok(self)
     }
 
@@ -198,9 +192,10 @@ impl ModelFiles {
         shards: Vec<Shard>,
         tensors: BTreeMap<String, TensorInfo>,
         parts: BTreeMap<String, StoredParts>,
-        notes: Vec<String>,
     ) -> Self {
-        Self { shards, tensors, parts, notes, ..Self::empty(place) }
+        let mut files = Self { shards, tensors, parts, ..Self::empty(place) };
+        files.note_packing();
+        files
     }
 
     fn empty(place: &Path) -> Self {
@@ -244,10 +239,10 @@ impl ModelFiles {
         self.indexed
     }
 
-    /// Returns warnings about renamed tensors, and about tensors that are unused or used in another
-    /// way than config.json describes.
+    /// Returns warnings about renamed tensors, about packed ones, and about tensors that are unused
+    /// or used in another way than config.json describes.
     pub fn notes(&self) -> impl Iterator<Item = &str> {
-        self.renamed.iter().chain(&self.notes).map(String::as_str)
+        self.renamed.iter().chain(&self.packing).chain(&self.notes).map(String::as_str)
     }
 
     /// Removes the warning about renamed tensors from [`ModelFiles::notes`].
@@ -385,15 +380,6 @@ impl ModelFiles {
     pub fn stored_bytes(&self, name: &str) -> u64 {
         let plain = || self.info(name).map_or(0, |info| info.range.len() as u64);
         self.parts.get(name).map_or_else(plain, StoredParts::bytes)
-    }
-
-    /// Returns the quantized format that a run keeps of a tensor, or `None` if it is not quantized,
-    /// is dequantized while it is read, or does not exist.
-    pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
-        match self.parts.get(name)? {
-            StoredParts::Quantized(parts) => Some(parts.format),
-            StoredParts::Packed(_) | StoredParts::Blocks(_) => None,
-        }
     }
 
     /// Returns the name of the quantized format in the files, or `None` if a tensor is stored plain

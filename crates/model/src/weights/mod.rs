@@ -24,6 +24,7 @@ mod kept_tensors;
 mod no_weights;
 mod output_file;
 mod packed;
+mod packing;
 mod quantized;
 mod random_access_writer;
 pub(crate) mod readers;

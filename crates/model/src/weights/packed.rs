@@ -6,9 +6,10 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::StoredElement;
+use super::quantized::read_f32;
 use super::tensor_info::ShardRange;
 use crate::error::Result;
-use crate::quant::{CodeLayout, PackedFormat, PackedTensor};
+use crate::quant::{CodeLayout, GridFormat, PackedFormat, PackedTensor};
 
 /// The least number of rows that are decoded at once: GPTQ and AWQ store neighbouring rows side by
 /// side.
@@ -26,6 +27,10 @@ pub(super) struct PackedParts {
     pub(super) scales: ShardRange,
     pub(super) zeros: Option<ShardRange>,
     pub(super) groups: Option<ShardRange>,
+    /// The factor of all scales: a number in f32.
+    pub(super) factor: Option<ShardRange>,
+    /// True if the columns of a group are not consecutive.
+    pub(super) scattered: bool,
     /// Bytes of codes and companions.
     pub(super) bytes: u64,
 }
@@ -33,7 +38,8 @@ pub(super) struct PackedParts {
 impl PackedParts {
     /// Returns the positions of the parts beside the codes.
     pub(super) fn places(&self) -> impl Iterator<Item = &ShardRange> {
-        [Some(&self.scales), self.zeros.as_ref(), self.groups.as_ref()].into_iter().flatten()
+        let optional = [&self.zeros, &self.groups, &self.factor];
+        [&self.scales].into_iter().chain(optional.into_iter().flatten())
     }
 
     /// Returns the weight of `rows` alone and the position of its codes, given that of all codes;
@@ -51,6 +57,11 @@ impl PackedParts {
         let bytes = (codes.len() + scales.range.len()) as u64;
         let format = PackedFormat { rows: rows.len(), ..self.format };
         Some((PackedParts { format, scales, bytes, ..self.clone() }, codes))
+    }
+
+    /// Returns the format in which a run keeps the weight, if it can.
+    pub(super) fn kept(&self) -> Option<GridFormat> {
+        self.format.kept(self.zeros.is_some(), self.scattered)
     }
 
     /// Returns text that differs between any two formats of equal shape. The identity of a model
@@ -77,6 +88,7 @@ impl PackedParts {
             scales: bytes(&self.scales)?,
             zeros: optional(&self.zeros)?,
             groups: optional(&self.groups)?,
+            factor: optional(&self.factor)?.and_then(|bytes| read_f32(bytes).next()).unwrap_or(1.0),
         })
     }
 }
@@ -142,7 +154,16 @@ mod tests {
             zero_offset: 1,
         };
         let (scales, zeros, groups) = (place(), Some(place()), None);
-        let first = PackedParts { name: "gptq int4", format, scales, zeros, groups, bytes: 0 };
+        let first = PackedParts {
+            name: "gptq int4",
+            format,
+            scales,
+            zeros,
+            groups,
+            factor: None,
+            scattered: false,
+            bytes: 0,
+        };
         assert_eq!(first.fingerprint(), "gptq int4 ColumnWords 4 1 4 F16 1+1 0");
         let with = |format| PackedParts { format, ..first.clone() }.fingerprint();
         let others = [

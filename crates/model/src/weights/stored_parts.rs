@@ -4,6 +4,7 @@ use super::gguf::BlockParts;
 use super::packed::PackedParts;
 use super::quantized::QuantizedParts;
 use super::tensor_info::ShardRange;
+use crate::quant::GridFormat;
 
 /// The data of a tensor that is stored as several.
 #[derive(Debug, Clone)]
@@ -29,6 +30,23 @@ impl StoredParts {
     /// Returns whether it is decoded to floats while it is read.
     pub(super) fn is_packed(&self) -> bool {
         matches!(self, StoredParts::Packed(_) | StoredParts::Blocks(_))
+    }
+
+    /// Returns whether it holds codes, and not floats in another arrangement.
+    pub(super) fn has_codes(&self) -> bool {
+        match self {
+            StoredParts::Quantized(_) | StoredParts::Packed(_) => true,
+            StoredParts::Blocks(parts) => parts.has_codes(),
+        }
+    }
+
+    /// Returns the format in which a run may keep it instead of decoding it.
+    pub(super) fn kept(&self) -> Option<GridFormat> {
+        match self {
+            StoredParts::Quantized(_) => None,
+            StoredParts::Packed(parts) => parts.kept(),
+            StoredParts::Blocks(parts) => parts.kept(),
+        }
     }
 
     /// Returns the weight that another tool packed, if it is one.

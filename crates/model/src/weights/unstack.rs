@@ -33,8 +33,11 @@ impl ModelFiles {
                 row = rows.end;
                 let part = packed.packed().and_then(|parts| parts.of_rows(rows, &info.range));
                 let (part, codes) = part.ok_or_else(|| {
-                    refused(format!("is quantized to {}; accepted: F32, F16, BF16, mxfp4", packed.name()))
-                        .hint("give the model that was not quantized")
+                    refused(format!(
+                        "is quantized to {}; accepted: F64, F32, F16, BF16, mxfp4",
+                        packed.name()
+                    ))
+                    .hint("give the model that was not quantized")
                 })?;
                 self.parts.insert(name.clone(), StoredParts::Packed(part));
                 codes

@@ -51,6 +51,8 @@ pub(super) struct Tolerance {
 }
 
 impl Tolerance {
+    /// Tolerance of codes, which no rounding of activations changes.
+    pub(super) const CODES: Self = Tolerance { f32: Some(1e-6), bf16: Some(1e-6) };
     /// Tolerance of a result that is rounded once and involves no sum.
     pub(super) const ROUNDED: Self = Tolerance { f32: Some(1e-6), bf16: Some(1.01 * BF16_ROUNDING) };
     /// Tolerance of a result that involves a sum.

@@ -7,6 +7,7 @@
 
 pub(super) mod cases;
 pub(super) mod cuda;
+mod grid;
 
 use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus};
 use super::gpu::{self, Route};
@@ -110,6 +111,9 @@ impl Quantized {
             _ => codes.clone(),
         };
         let values = look_up(hint.table, &codes.to_dtype(DType::U32)?.narrow(0, 0, n)?, device)?;
+        if let QuantFormat::Grid(format) = self.format {
+            return grid::scaled(self, &format, &values.reshape(self.shape)?);
+        }
         let scales = match self.optional_run(RunMeaning::ScaleCodes) {
             Some(codes) => {
                 let values = look_up(dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
@@ -148,7 +152,7 @@ pub fn dequantize(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
 }
 
 /// Returns `table[code]` of each code.
-fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
+pub(super) fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_slice(table, table.len(), device)?.index_select(codes, 0)?)
 }
 
@@ -164,6 +168,14 @@ impl<'a> Weight<'a> {
         match self {
             Weight::Dense(_) => None,
             Weight::Quantized(quantized) => Some(quantized),
+        }
+    }
+
+    /// Returns the device of the matrix.
+    pub(super) fn device(&self) -> Result<&'a Device> {
+        match self {
+            Weight::Dense(weight) => Ok(weight.device()),
+            Weight::Quantized(weight) => Ok(weight.run(RunMeaning::Codes)?.device()),
         }
     }
 
@@ -329,7 +341,7 @@ pub(crate) fn quantized_reference(
 
 #[cfg(test)]
 mod tests {
-    use super::cases::{FORMATS, quantized};
+    use super::cases::{FORMATS, GRIDS, quantized};
     use super::*;
     use crate::ops::case::{CaseRunner, TensorPair};
 
@@ -337,7 +349,7 @@ mod tests {
     #[test]
     fn all_of_a_matrix_is_dequantized() -> Result<()> {
         for (format, dtype) in
-            FORMATS.into_iter().flat_map(|format| [(format, DType::F32), (format, DType::BF16)])
+            FORMATS.into_iter().chain(GRIDS).flat_map(|format| [(format, DType::F32), (format, DType::BF16)])
         {
             let [weight, _] =
                 quantized(&CaseRunner { device: &Device::Cpu, dtype, first: 0 }, format, (331, 72))?;

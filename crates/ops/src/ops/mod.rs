@@ -36,6 +36,7 @@ pub mod layer_norm;
 pub mod low_rank;
 mod mat_view;
 pub mod matmul;
+pub mod matmul_fp8;
 pub mod matmul_quantized;
 mod packed_gemm;
 pub mod rms_norm;

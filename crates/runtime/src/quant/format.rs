@@ -3,7 +3,7 @@
 use super::element::DequantizedElement;
 use super::runs::RunsView;
 use super::scheme::QuantScheme;
-use super::schemes::{BlockFormat, FourBit, Int8, Int8Rows};
+use super::schemes::{BlockFormat, FourBit, GridFormat, Int8, Int8Rows};
 use crate::recipe::enums::QuantKind;
 
 /// Quantization format of a tensor.
@@ -15,6 +15,8 @@ pub enum QuantFormat {
     Int8(BlockFormat<Int8>),
     /// LLM.int8(), whose block is a row.
     Int8Rows(BlockFormat<Int8Rows>),
+    /// A format of another tool, kept as it is stored.
+    Grid(GridFormat),
 }
 
 impl Default for QuantFormat {
@@ -46,6 +48,7 @@ impl QuantFormat {
             QuantFormat::FourBit(format) => format,
             QuantFormat::Int8(format) => format,
             QuantFormat::Int8Rows(format) => format,
+            QuantFormat::Grid(format) => format,
         }
     }
 
@@ -55,6 +58,7 @@ impl QuantFormat {
             QuantFormat::FourBit(format) => format.dequantize(runs, start, out),
             QuantFormat::Int8(format) => format.dequantize(runs, start, out),
             QuantFormat::Int8Rows(format) => format.dequantize(runs, start, out),
+            QuantFormat::Grid(format) => format.dequantize(runs, start, out),
         }
     }
 }

@@ -5,28 +5,34 @@
 //! A format is a file in `schemes` that implements [`QuantScheme`], and a variant of
 //! [`QuantFormat`], which names the format of a tensor. This module has only slices and arithmetic:
 //! `weights` defines the names in files, `ops` the products with codes. `packed` and `block_type`
-//! decode formats of other tools, which no run keeps in memory.
+//! decode formats of other tools; `repack` rearranges those that a run keeps (`schemes/grid.rs`).
 
 mod block_type;
 mod codes;
+mod e4m3;
 mod element;
 mod format;
 mod magnitude;
 mod nested;
 mod packed;
+mod repack;
 mod runs;
 mod scheme;
 mod schemes;
+mod small_floats;
 mod tensor;
 
 pub use block_type::BlockType;
 pub use codes::{DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
+pub use e4m3::{E4M3, MOST_E4M3, to_e4m3};
 pub use element::DequantizedElement;
 pub use format::QuantFormat;
 pub use magnitude::first_not_finite;
 pub use nested::{NESTED_BLOCK, block_scales, nest};
-pub use packed::{CodeLayout, PackedFormat, PackedTensor, ScaleDtype};
+pub use packed::{CodeLayout, PackedFormat, PackedTensor};
+pub use repack::pack_codes;
 pub use runs::{QuantMemory, QuantRun, RunDtype, RunMeaning, RunsView, RunsViewMut};
 pub use scheme::{PanelKernel, ProductHint, QuantScheme, ReadValues};
-pub use schemes::{BlockCodes, BlockFormat, FourBit, Int8, Int8Rows};
+pub use schemes::{BlockCodes, BlockFormat, FourBit, GridCodes, GridFormat, GridZeros, Int8, Int8Rows};
+pub use small_floats::ScaleDtype;
 pub use tensor::{QuantBuffer, QuantTensor, QuantView, QuantViewMut};

@@ -11,9 +11,9 @@ pub const NESTED_BLOCK: usize = 256;
 /// Returns a function that gives the scale of a block. A double-quantized scale is a code of the
 /// signed dynamic map times the scale of its [`NESTED_BLOCK`] codes, plus the mean of the scales.
 pub fn block_scales<'a>(runs: &RunsView<'a>, double_quant: bool) -> impl Fn(usize) -> f32 + use<'a> {
-    let scales = runs.floats[RunMeaning::Scales as usize];
-    let codes = runs.bytes[RunMeaning::ScaleCodes as usize];
-    let outer = runs.floats[RunMeaning::NestedScales as usize];
+    let scales = runs.floats_of(RunMeaning::Scales);
+    let codes = runs.bytes_of(RunMeaning::ScaleCodes);
+    let outer = runs.floats_of(RunMeaning::NestedScales);
     let (map, mean) = (double_quant.then(dynamic_signed), runs.offset);
     move |block| match map {
         None => scales[block],

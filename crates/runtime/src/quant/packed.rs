@@ -6,7 +6,8 @@
 
 use std::ops::Range;
 
-use half::{bf16, f16};
+use super::e4m3::E4M3;
+use super::small_floats::{E2M1, ScaleDtype};
 
 /// Position within a word of each of eight rows of AWQ.
 const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
@@ -30,16 +31,18 @@ pub enum CodeLayout {
     /// Words of eight rows of a column in the order 0, 2, 4, 6, 1, 3, 5, 7, `[columns, words]`
     /// (AWQ). Zeros are `[groups, words]` in the same order, and scales `[groups, rows]`.
     InterleavedWords,
+    /// Unsigned bytes, row by row (HQQ). Zeros are stored as numbers of the type of the scales.
+    U8,
+    /// Halves of bytes (HQQ). The high halves hold the first half of all groups, a group after the
+    /// other, and the low halves the second. Zeros are stored as those of `U8`.
+    GroupHalves,
 }
 
-/// The type of scales.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "each name says its width and kind")]
-pub enum ScaleDtype {
-    F32,
-    F16,
-    BF16,
-    E8m0,
+impl CodeLayout {
+    /// Returns whether zeros are numbers of the type of the scales.
+    pub(super) fn has_float_zeros(self) -> bool {
+        matches!(self, CodeLayout::U8 | CodeLayout::GroupHalves)
+    }
 }
 
 /// The format of a packed matrix.
@@ -79,6 +82,8 @@ pub struct PackedTensor<'a> {
     pub zeros: Option<&'a [u8]>,
     /// The group of each column in 32 bits, if columns name their groups.
     pub groups: Option<&'a [u8]>,
+    /// The factor of all scales, for a type of scales that has one.
+    pub factor: f32,
 }
 
 /// Columns that are decoded before they are transposed: a line of the cache.
@@ -101,27 +106,37 @@ struct AreaScales {
 }
 
 /// Consecutive columns of one group.
-struct GroupRun {
+pub(super) struct GroupRun {
     columns: Range<usize>,
     /// The group, counted from the first in [`AreaScales::pairs`].
-    group: usize,
+    pub(super) group: usize,
 }
 
 impl PackedFormat {
     /// Returns whether the codes of a row are adjacent.
     fn is_by_rows(&self) -> bool {
-        matches!(self.codes, CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 | CodeLayout::RowWords)
+        !matches!(self.codes, CodeLayout::ColumnWords | CodeLayout::InterleavedWords)
     }
 
     fn codes_per_word(&self) -> usize {
         32 / self.bits
     }
 
+    /// Returns the index of a scale in the sequence of all.
+    pub(super) fn scale_index(&self, row: usize, group: usize) -> usize {
+        let PackedFormat { rows, groups, row_block, .. } = *self;
+        if self.is_by_rows() { row / row_block * groups + group } else { group * rows + row }
+    }
+
     /// Returns the index of a zero in the sequence of all.
     fn zero_index(&self, row: usize, group: usize) -> usize {
         let n = self.codes_per_word();
         match self.codes {
-            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => row * self.groups + group,
+            CodeLayout::E4m3
+            | CodeLayout::E2m1
+            | CodeLayout::I8
+            | CodeLayout::U8
+            | CodeLayout::GroupHalves => row * self.groups + group,
             CodeLayout::RowWords => (row / n * self.groups + group) * n + row % n,
             CodeLayout::ColumnWords => group * self.rows + row,
             CodeLayout::InterleavedWords => group * self.rows + row / 8 * 8 + AWQ_POSITIONS[row % 8],
@@ -141,6 +156,18 @@ impl PackedTensor<'_> {
         }
         let area = Area { rows, columns };
         let scales = self.scales_of(&area);
+        self.decode_area(area, scales, out);
+    }
+
+    /// Writes the codes of `rows` as numbers, row by row.
+    pub(super) fn decode_codes(&self, rows: Range<usize>, out: &mut [f32]) {
+        let (stride, columns) = (if self.format.is_by_rows() { 1 } else { rows.len() }, self.format.columns);
+        let runs = vec![GroupRun { columns: 0..columns, group: 0 }];
+        let scales = AreaScales { pairs: vec![(1.0, 0.0); rows.len()], stride, runs };
+        self.decode_area(Area { rows, columns: 0..columns }, scales, out);
+    }
+
+    fn decode_area(&self, area: Area, scales: AreaScales, out: &mut [f32]) {
         let PackedFormat { rows, columns, bits, .. } = self.format;
         let (codes, n) = (self.codes, self.format.codes_per_word());
         let mask = u8::MAX >> (8 - bits);
@@ -157,6 +184,18 @@ impl PackedTensor<'_> {
             CodeLayout::I8 => by_rows(&area, &scales, out, |row, range| {
                 let start = row * columns;
                 codes[start + range.start..start + range.end].iter().map(|code| f32::from(code.cast_signed()))
+            }),
+            CodeLayout::U8 => by_rows(&area, &scales, out, |row, range| {
+                let start = row * columns;
+                codes[start + range.start..start + range.end].iter().map(|code| f32::from(*code))
+            }),
+            CodeLayout::GroupHalves => by_rows(&area, &scales, out, |row, range| {
+                let half = self.format.rows * columns / 2;
+                range.map(move |column| {
+                    let at = row * columns + column;
+                    let high = u8::from(at < half);
+                    f32::from(codes[at % half] >> (4 * high) & 15)
+                })
             }),
             CodeLayout::RowWords => by_rows(&area, &scales, out, |row, range| {
                 let line = &codes[row * columns.div_ceil(n) * 4..];
@@ -198,7 +237,7 @@ impl PackedTensor<'_> {
     }
 
     /// Cuts columns into those of one group.
-    fn runs(&self, columns: Range<usize>) -> Vec<GroupRun> {
+    pub(super) fn runs(&self, columns: Range<usize>) -> Vec<GroupRun> {
         let PackedFormat { column_block, groups, .. } = self.format;
         let Some(stored) = self.groups else {
             let (first, last) = (columns.start / column_block, columns.end.div_ceil(column_block));
@@ -214,23 +253,19 @@ impl PackedTensor<'_> {
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
-        let PackedFormat { rows, groups, row_block, .. } = self.format;
-        let at = if self.format.is_by_rows() { row / row_block * groups + group } else { group * rows + row };
-        let short = || [self.scales[2 * at], self.scales[2 * at + 1]];
-        match self.format.scales {
-            ScaleDtype::F32 => f32::from_bits(word(self.scales, at)),
-            ScaleDtype::F16 => f16::from_le_bytes(short()).to_f32(),
-            ScaleDtype::BF16 => bf16::from_le_bytes(short()).to_f32(),
-            ScaleDtype::E8m0 => e8m0(self.scales[at]),
-        }
+        let at = self.format.scale_index(row, group);
+        self.format.scales.with_factor(self.format.scales.read(self.scales, at), self.factor)
     }
 
-    fn zero(&self, row: usize, group: usize) -> f32 {
+    pub(super) fn zero(&self, row: usize, group: usize) -> f32 {
         let PackedFormat { codes, bits, zero_offset, .. } = self.format;
         let Some(zeros) = self.zeros else {
             return if codes == CodeLayout::RowWords { (1 << (bits - 1)) as f32 } else { 0.0 };
         };
         let at = self.format.zero_index(row, group);
+        if codes.has_float_zeros() {
+            return self.format.scales.read(zeros, at);
+        }
         if codes == CodeLayout::I8 {
             return f32::from(zeros[at].cast_signed());
         }
@@ -291,43 +326,15 @@ fn by_columns<I: Iterator<Item = f32>>(
     }
 }
 
-/// Returns the power of two of an exponent with bias 127; 255 is NaN (OCP MX 1.0).
-fn e8m0(exponent: u8) -> f32 {
-    match exponent {
-        0 => f32::MIN_POSITIVE / 2.0,
-        255 => f32::NAN,
-        other => f32::from_bits(u32::from(other) << 23),
-    }
-}
-
-/// Values of e2m1 (OCP MX 1.0).
-static E2M1: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
 fn word(bytes: &[u8], at: usize) -> u32 {
     let bytes = &bytes[4 * at..4 * at + 4];
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-/// Values of e4m3 without infinities: 4 bits of exponent with bias 7, 3 of fraction (OCP OFP8 1.0).
-static E4M3: [f32; 256] = {
-    let mut table = [0.0; 256];
-    let mut code = 0;
-    while code < 256 {
-        let (exponent, fraction) = (code as u32 >> 3 & 15, code as u32 & 7);
-        let magnitude = match exponent {
-            15 if fraction == 7 => f32::NAN,
-            0 => fraction as f32 / 512.0,
-            _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
-        };
-        table[code] = if code < 128 { magnitude } else { -magnitude };
-        code += 1;
-    }
-    table
-};
-
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     /// A format of 16 rows and 24 columns, with a scale for every eight columns of a row.
@@ -390,7 +397,7 @@ mod tests {
                 by_groups,
                 listed(3, 16, |group, at| zero(at / 8 * 8 + order[at % 8], group, bits)),
             ),
-            CodeLayout::E4m3 | CodeLayout::E2m1 | CodeLayout::I8 => unreachable!("not of words"),
+            _ => unreachable!("not of words"),
         };
         let scales = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
         [words(&codes, bits), scales, words(&zeros, bits)]
@@ -415,8 +422,14 @@ mod tests {
             ..format(CodeLayout::ColumnWords, 4)
         };
         let scales: Vec<u8> = [1f32; 8].iter().flat_map(|scale| scale.to_le_bytes()).collect();
-        let tensor =
-            PackedTensor { format, codes: &[0; 32], scales: &scales, zeros: Some(&zeros), groups: None };
+        let tensor = PackedTensor {
+            format,
+            codes: &[0; 32],
+            scales: &scales,
+            zeros: Some(&zeros),
+            groups: None,
+            factor: 1.0,
+        };
         let mut out = [0.0; 8];
         tensor.decode(0..8, 0..1, &mut out);
         assert_eq!(out, [0.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0, -8.0]);
@@ -442,6 +455,7 @@ mod tests {
                     scales: &scales,
                     zeros: Some(&zeros),
                     groups: None,
+                    factor: 1.0,
                 };
                 let wanted = |row: usize, column: usize| {
                     let zero = zero(row, column / 8, bits);
@@ -471,6 +485,7 @@ mod tests {
             scales: &scales,
             zeros: Some(&zeros),
             groups: Some(&groups),
+            factor: 1.0,
         };
         let mut out = vec![0.0; 2 * 20];
         tensor.decode(5..7, 1..21, &mut out);
@@ -491,6 +506,7 @@ mod tests {
             scales: &scales,
             zeros: None,
             groups: None,
+            factor: 1.0,
         };
         let mut out = [0.0; 24];
         tensor.decode(2..3, 0..24, &mut out);
@@ -513,7 +529,8 @@ mod tests {
         let codes: Vec<u8> = (0..42).map(|i| i * 5).collect();
         let scales: Vec<u8> =
             [1.5, -2.0, 0.25, 8.0].iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
-        let tensor = PackedTensor { format, codes: &codes, scales: &scales, zeros: None, groups: None };
+        let tensor =
+            PackedTensor { format, codes: &codes, scales: &scales, zeros: None, groups: None, factor: 1.0 };
         let mut out = [0.0; 42];
         tensor.decode(0..6, 0..7, &mut out);
         let wanted = listed(6, 7, |row, column| {
@@ -523,8 +540,14 @@ mod tests {
         let zeros = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0xff];
         let format = PackedFormat { codes: CodeLayout::I8, row_block: 1, ..format };
         let scales: Vec<u8> = (1..13).flat_map(|v| bf16::from_f32(v as f32).to_le_bytes()).collect();
-        let tensor =
-            PackedTensor { format, codes: &codes, scales: &scales, zeros: Some(&zeros), groups: None };
+        let tensor = PackedTensor {
+            format,
+            codes: &codes,
+            scales: &scales,
+            zeros: Some(&zeros),
+            groups: None,
+            factor: 1.0,
+        };
         let mut last = [0.0];
         tensor.decode(5..6, 6..7, &mut last);
         assert_eq!(last, [12.0 * (f32::from(205u8.cast_signed()) + 1.0)]);

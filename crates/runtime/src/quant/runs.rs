@@ -13,6 +13,12 @@ pub enum RunMeaning {
     ScaleCodes,
     /// Scales of the scales with double quantization, one per [`super::NESTED_BLOCK`] codes.
     NestedScales,
+    /// Bytes of scales of another type than f32, little-endian.
+    ScaleBytes,
+    /// Zeros, one per scale: a byte, or a number of the type of the scales.
+    Zeros,
+    /// Group of each column, in 16 bits, little-endian.
+    ColumnGroups,
 }
 
 /// Element type of a run. Runs of one type may share a buffer.
@@ -25,13 +31,35 @@ pub enum RunDtype {
 }
 
 impl RunMeaning {
-    /// Number of meanings.
-    pub(super) const COUNT: usize = RunMeaning::NestedScales as usize + 1;
+    /// Number of meanings with bytes.
+    const BYTES: usize = 5;
+    /// Number of meanings with f32 numbers.
+    const FLOATS: usize = 2;
+
+    /// Position among the meanings of its element type.
+    fn slot(self) -> usize {
+        match self {
+            RunMeaning::Codes | RunMeaning::Scales => 0,
+            RunMeaning::ScaleCodes | RunMeaning::NestedScales => 1,
+            RunMeaning::ScaleBytes => 2,
+            RunMeaning::Zeros => 3,
+            RunMeaning::ColumnGroups => 4,
+        }
+    }
+
+    /// Position among the meanings with elements of type `dtype`, if it is one.
+    fn slot_of(self, dtype: RunDtype) -> Option<usize> {
+        (self.dtype() == dtype).then(|| self.slot())
+    }
 
     /// Element type of such a run.
     pub fn dtype(self) -> RunDtype {
         match self {
-            RunMeaning::Codes | RunMeaning::ScaleCodes => RunDtype::U8,
+            RunMeaning::Codes
+            | RunMeaning::ScaleCodes
+            | RunMeaning::ScaleBytes
+            | RunMeaning::Zeros
+            | RunMeaning::ColumnGroups => RunDtype::U8,
             RunMeaning::Scales | RunMeaning::NestedScales => RunDtype::F32,
         }
     }
@@ -67,14 +95,26 @@ impl QuantRun {
 /// does not have are empty.
 #[derive(Debug, Clone, Copy)]
 pub struct QuantMemory<B, F, O> {
-    pub(super) bytes: [B; RunMeaning::COUNT],
-    pub(super) floats: [F; RunMeaning::COUNT],
+    bytes: [B; RunMeaning::BYTES],
+    floats: [F; RunMeaning::FLOATS],
     /// Mean of double-quantized scales.
     pub offset: O,
 }
 
 /// Runs for reading.
 pub type RunsView<'a> = QuantMemory<&'a [u8], &'a [f32], f32>;
+impl<'a> RunsView<'a> {
+    /// A run of bytes, for as long as the memory lives.
+    pub(super) fn bytes_of(&self, meaning: RunMeaning) -> &'a [u8] {
+        self.bytes[meaning.slot()]
+    }
+
+    /// A run of f32 numbers, for as long as the memory lives.
+    pub(super) fn floats_of(&self, meaning: RunMeaning) -> &'a [f32] {
+        self.floats[meaning.slot()]
+    }
+}
+
 /// Runs for writing.
 pub type RunsViewMut<'a> = QuantMemory<&'a mut [u8], &'a mut [f32], &'a mut f32>;
 
@@ -86,8 +126,8 @@ impl<B: Default, F: Default, O> QuantMemory<B, F, O> {
         offset: O,
     ) -> Self {
         let mut memory = QuantMemory { bytes: Default::default(), floats: Default::default(), offset };
-        bytes.into_iter().for_each(|(meaning, run)| memory.bytes[meaning as usize] = run);
-        floats.into_iter().for_each(|(meaning, run)| memory.floats[meaning as usize] = run);
+        bytes.into_iter().for_each(|(meaning, run)| memory.bytes[meaning.slot()] = run);
+        floats.into_iter().for_each(|(meaning, run)| memory.floats[meaning.slot()] = run);
         memory
     }
 }
@@ -95,12 +135,12 @@ impl<B: Default, F: Default, O> QuantMemory<B, F, O> {
 impl<B: AsRef<[u8]>, F: AsRef<[f32]>, O: Borrow<f32>> QuantMemory<B, F, O> {
     /// A run of bytes.
     pub fn bytes(&self, meaning: RunMeaning) -> &[u8] {
-        self.bytes[meaning as usize].as_ref()
+        meaning.slot_of(RunDtype::U8).map_or(&[], |slot| self.bytes[slot].as_ref())
     }
 
     /// A run of f32 numbers.
     pub fn floats(&self, meaning: RunMeaning) -> &[f32] {
-        self.floats[meaning as usize].as_ref()
+        meaning.slot_of(RunDtype::F32).map_or(&[], |slot| self.floats[slot].as_ref())
     }
 
     /// The same memory for reading.
@@ -113,12 +153,12 @@ impl<B: AsRef<[u8]>, F: AsRef<[f32]>, O: Borrow<f32>> QuantMemory<B, F, O> {
 impl<B: AsMut<[u8]>, F: AsMut<[f32]>, O: BorrowMut<f32>> QuantMemory<B, F, O> {
     /// A run of bytes, for writing.
     pub fn bytes_mut(&mut self, meaning: RunMeaning) -> &mut [u8] {
-        self.bytes[meaning as usize].as_mut()
+        self.bytes[meaning.slot()].as_mut()
     }
 
     /// A run of f32 numbers, for writing.
     pub fn floats_mut(&mut self, meaning: RunMeaning) -> &mut [f32] {
-        self.floats[meaning as usize].as_mut()
+        self.floats[meaning.slot()].as_mut()
     }
 
     /// The same memory for writing.

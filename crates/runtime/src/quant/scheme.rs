@@ -63,7 +63,12 @@ pub trait QuantScheme: Debug + Send + Sync {
     /// The format in words: `nf4 in blocks of 64 with f32 scales`.
     fn describe(&self) -> String {
         let scales = if self.double_quant() { "double-quantized" } else { "f32" };
-        format!("{} in blocks of {} with {scales} scales", self.name(), self.hint().block_size)
+        format!("{} {} with {scales} scales", self.name(), self.blocks_in_words())
+    }
+
+    /// The values that share a scale, in words: `in blocks of 64`.
+    fn blocks_in_words(&self) -> String {
+        format!("in blocks of {}", self.hint().block_size)
     }
 
     /// Text that differs between any two formats. The identity of a model includes it, so it never

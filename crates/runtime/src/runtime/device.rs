@@ -192,6 +192,21 @@ pub fn check_dtype(device: &Device, dtype: DType) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a GPU that does not multiply in fp8. A CPU computes the same numbers in software.
+///
+/// # Errors
+/// The GPU's compute capability is below 8.9.
+pub fn check_fp8(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let candle_core::DeviceLocation::Cuda { gpu_id } = device.location()
+        && let Some(gpu) = gpus()?.get(gpu_id)
+    {
+        return gpu_support::check_fp8(gpu);
+    }
+    let _ = device;
+    Ok(())
+}
+
 /// Returns true if the driver finds a GPU.
 #[cfg(feature = "cuda")]
 fn has_gpus() -> Result<bool, DriverError> {

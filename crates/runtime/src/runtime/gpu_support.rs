@@ -25,6 +25,9 @@ pub struct Gpu {
 /// Lowest compute capability that computes in bf16, for which this project's kernels are compiled.
 pub(super) const AMPERE: (i32, i32) = (8, 0);
 
+/// Lowest compute capability that multiplies in fp8.
+const ADA: (i32, i32) = (8, 9);
+
 /// Lowest compute capability for which CUDA 13 compiles.
 const TURING: (i32, i32) = (7, 5);
 
@@ -136,6 +139,23 @@ pub(super) fn check_bf16(gpu: &Gpu, dtype: DType) -> Result<()> {
         .hint("compute in f32 with `--set model.dtype=f32`, or on the CPU with `CUDA_VISIBLE_DEVICES=`"))
 }
 
+/// Refuses products in fp8 on a GPU that does not support them.
+///
+/// # Errors
+/// User error with the GPU's compute capability.
+pub(super) fn check_fp8(gpu: &Gpu) -> Result<()> {
+    if gpu.compute_capability >= ADA {
+        return Ok(());
+    }
+    let (major, minor) = gpu.compute_capability;
+    Err(Error::user(format!(
+        "cannot multiply the frozen weights in fp8 (`train.base_products`) on GPU {}",
+        gpu.index
+    ))
+    .because(format!("the {} has compute capability {major}.{minor}; fp8 needs 8.9", gpu.name))
+    .hint("remove `base_products`: products are then in bf16"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -219,6 +239,16 @@ mod tests {
             check_bf16(&gpu((7, 5)), DType::BF16).unwrap_err().to_string(),
             "error: cannot compute in bf16 on GPU 2\n  caused by: the NVIDIA T4 has compute capability 7.5; bf16 needs \
              8.0\nhint: compute in f32 with `--set model.dtype=f32`, or on the CPU with `CUDA_VISIBLE_DEVICES=`"
+        );
+    }
+
+    #[test]
+    fn fp8_needs_compute_capability_8_9() {
+        assert!(check_fp8(&gpu((8, 9))).is_ok() && check_fp8(&gpu((9, 0))).is_ok());
+        assert_eq!(
+            check_fp8(&gpu((8, 6))).unwrap_err().to_string(),
+            "error: cannot multiply the frozen weights in fp8 (`train.base_products`) on GPU 2\n  caused by: the NVIDIA \
+             T4 has compute capability 8.6; fp8 needs 8.9\nhint: remove `base_products`: products are then in bf16"
         );
     }
 }

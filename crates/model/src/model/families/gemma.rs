@@ -20,6 +20,12 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
     Ok(AttentionMixer { scale: 1.0 / scalar.sqrt(), ..parts::attention(keys, sizes)? })
 }
 
+/// Reads the MLP; as in transformers, `hidden_act` of older files has no effect.
+pub(super) fn mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
+    let activation = parts::activation_of(keys, "hidden_activation", "gelu_pytorch_tanh")?;
+    Ok(GatedMlp { activation, bias: false, fused: false })
+}
+
 /// Returns a block with norms before and after its mixers.
 pub(super) fn block(attention: AttentionMixer, mlp: GatedMlp) -> BlockConfig {
     BlockConfig { residual: ResidualPlan::PreAndPostNorm, ..BlockConfig::pre_norm(attention, mlp) }

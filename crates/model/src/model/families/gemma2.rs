@@ -30,7 +30,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let rope = parts::plain_rope(keys, sizes)?;
     let softcap = parts::softcap(keys, "attn_logit_softcapping", Some(50.0))?;
     let attention = AttentionMixer { softcap, ..gemma::attention(keys, sizes)? };
-    let mlp = parts::gated_mlp(keys)?;
+    let mlp = gemma::mlp(keys)?;
     let window = parts::window(keys, Some(4096))?;
     let block =
         |slides: bool| gemma::block(AttentionMixer { window: window.filter(|_| slides), ..attention }, mlp);

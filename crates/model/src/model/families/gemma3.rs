@@ -33,7 +33,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let local = RopeContext { theta: keys.f64_or("rope_local_base_freq", 1e4)?, ..context };
     let ropes = parts::ropes_by_layer_type(keys, &context, &local)?;
     let attention = AttentionMixer { qk_norm: Some(QkNormWidth::Head), ..gemma::attention(keys, sizes)? };
-    let mlp = parts::gated_mlp(keys)?;
+    let mlp = gemma::mlp(keys)?;
     let window = parts::window(keys, Some(4096))?;
     let pattern = match keys.opt_usize("sliding_window_pattern")? {
         Some(pattern) => pattern,

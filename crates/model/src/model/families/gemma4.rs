@@ -70,7 +70,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
 
 /// Reads the MLP, with the experts beside it if the model has some.
 fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
-    let mlp = parts::gated_mlp(keys)?;
+    let mlp = gemma::mlp(keys)?;
     if !keys.bool_or("enable_moe_block", false)? {
         return Ok(mlp.into());
     }
@@ -173,7 +173,17 @@ fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes, heads: [Heads; 2]) -> Resu
             Error::user(format!("`rope_parameters` has no \"{kind}\""))
                 .because(format!("every model of this family has {} and {}", KINDS[0], KINDS[1]))
         })?;
-        Rope::read(Some(&of_kind), &RopeContext { head_dim, ..context })
+        let rope_type = of_kind.opt_str("rope_type")?.unwrap_or("default");
+        let partial = of_kind.f64_or("partial_rotary_factor", 1.0)?;
+        if rope_type == "default" && partial != 1.0 {
+            let accepted = "1 with rope_type \"default\"; \"proportional\" turns a part of each head";
+            return Err(refused("partial_rotary_factor", partial, accepted));
+        }
+        let theta = of_kind.above_zero("rope_theta")?.ok_or_else(|| {
+            Error::user(format!("`rope_parameters` has no rope_theta for \"{kind}\""))
+                .because("every rope of this family needs its base")
+        })?;
+        Rope::read(Some(&of_kind), &RopeContext { head_dim, theta, ..context })
     };
     KINDS.into_iter().zip(heads).map(rope).collect()
 }
@@ -242,6 +252,7 @@ mod tests {
         let experts = [("enable_moe_block", json!(true)), ("num_experts", json!(4))];
         let width = ("moe_intermediate_size", json!(8));
         assert!(config(&[&experts[..], &[("top_k_experts", json!(2)), width.clone()]].concat()).is_ok());
+        let part = json!({ "rope_theta": 1e4, "partial_rotary_factor": 0.5 });
         for (key, value) in [
             ("hidden_size_per_layer_input", json!(16)),
             ("hidden_size_per_layer_input", Value::Null),
@@ -254,6 +265,12 @@ mod tests {
             ("per_layer_config", json!({ "2": { "head_dim": 8 } })),
             ("per_layer_config", json!({ "1": { "num_key_value_heads": 3 } })),
             ("rope_parameters", json!({ "full_attention": { "rope_theta": 1e6 } })),
+            ("rope_parameters", json!({ "full_attention": {}, "sliding_attention": { "rope_theta": 1e4 } })),
+            (
+                "rope_parameters",
+                json!({ "full_attention": { "rope_theta": 1e6 }, "sliding_attention": part }),
+            ),
+            ("hidden_activation", json!("relu")),
         ] {
             let refused = config(&[(key, value.clone())]).expect_err("another model");
             let is_named = refused.causes().iter().any(|cause| cause.contains(key) || cause.contains("head"));

@@ -262,14 +262,15 @@ pub(super) fn with_eps(keys: &ConfigReader<'_>, composition: Composition, eps: f
 }
 
 pub(super) fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
-    let name = match keys.opt_str("hidden_activation")? {
-        Some(name) => name,
-        None => keys.opt_str("hidden_act")?.unwrap_or("silu"),
-    };
-    match name {
+    activation_of(keys, "hidden_act", "silu")
+}
+
+/// Reads the activation `key`; `default` is the family's.
+pub(super) fn activation_of(keys: &ConfigReader<'_>, key: &str, default: &str) -> Result<Activation> {
+    match keys.opt_str(key)?.unwrap_or(default) {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
-        other => Err(refused("hidden_act", format!("\"{other}\""), "silu, gelu_pytorch_tanh")),
+        other => Err(refused(key, format!("\"{other}\""), "silu, gelu_pytorch_tanh")),
     }
 }
 

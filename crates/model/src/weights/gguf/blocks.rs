@@ -6,7 +6,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::error::Result;
-use crate::quant::BlockType;
+use crate::quant;
+use crate::quant::{BlockType, GridCodes, GridFormat, GridZeros, RunMeaning, RunsViewMut, ScaleDtype};
 use crate::weights::StoredElement;
 use crate::weights::tensor_info::ShardRange;
 
@@ -49,6 +50,11 @@ impl BlockParts {
             Some(BlockType::BF16) => "BF16",
             Some(kind) => kind.name(),
         }
+    }
+
+    /// Returns whether any of its sources is quantized.
+    pub(in crate::weights) fn has_codes(&self) -> bool {
+        self.sources.iter().any(|source| source.kind.is_quantized())
     }
 
     /// Returns the bytes of all sources.
@@ -94,6 +100,57 @@ impl BlockParts {
         Ok(())
     }
 
+    /// Returns the format in which a run keeps the parameter, if it can: blocks of whole numbers
+    /// with one scale each.
+    pub(in crate::weights) fn kept(&self) -> Option<GridFormat> {
+        let codes = match self.kind()? {
+            BlockType::Q4_0 => GridCodes::Int4,
+            BlockType::Q8_0 => GridCodes::Int8,
+            _ => return None,
+        };
+        let alike = self.sources.iter().all(|source| Some(source.kind) == self.kind());
+        (alike && self.added == 0.0 && self.rows > 0 && self.columns > 0).then_some(GridFormat {
+            codes,
+            columns: self.columns,
+            row_block: 1,
+            column_block: self.kind()?.elements(),
+            scales: ScaleDtype::F16,
+            zeros: GridZeros::Implied,
+            by_column: false,
+        })
+    }
+
+    /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::kept`]; `bytes`
+    /// reads a range.
+    pub(in crate::weights) fn copy_to<'a>(
+        &self,
+        format: &GridFormat,
+        to: &mut RunsViewMut<'_>,
+        bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
+    ) -> Result<()> {
+        let bits = format.codes.bits();
+        let (mut row, mut codes) = (0, vec![0u8; self.columns]);
+        for source in &self.sources {
+            let stored = bytes(&source.place)?;
+            for at in 0..self.rows {
+                let line = row_bytes(source.kind, stored, self.source_row(at), self.columns);
+                let blocks = line.chunks_exact(source.kind.bytes());
+                let scales = to.bytes_mut(RunMeaning::ScaleBytes).chunks_exact_mut(2);
+                let scales = scales.skip(row * format.groups());
+                for ((block, scale), codes) in
+                    blocks.zip(scales).zip(codes.chunks_exact_mut(format.column_block))
+                {
+                    scale.copy_from_slice(&block[..2]);
+                    block_codes(format.codes, &block[2..], codes);
+                }
+                let width = self.columns * bits / 8;
+                quant::pack_codes(&codes, bits, &mut to.bytes_mut(RunMeaning::Codes)[row * width..][..width]);
+                row += 1;
+            }
+        }
+        Ok(())
+    }
+
     fn decode(&self, sources: &[&[u8]], start: usize, mut out: &mut [f32]) {
         let mut at = start;
         let mut scratch = Vec::new();
@@ -110,6 +167,18 @@ impl BlockParts {
             }
             (at, out) = (at + count, rest);
         }
+    }
+}
+
+/// Writes the codes of a block, one a byte; those of signed bytes are 128 higher.
+fn block_codes(kind: GridCodes, block: &[u8], codes: &mut [u8]) {
+    if kind == GridCodes::Int8 {
+        return codes.iter_mut().zip(block).for_each(|(to, code)| *to = code ^ 0x80);
+    }
+    // The second half of the values is in the high halves of the bytes.
+    let (first, second) = codes.split_at_mut(block.len());
+    for ((first, second), byte) in first.iter_mut().zip(second).zip(block) {
+        (*first, *second) = (byte & 15, byte >> 4);
     }
 }
 

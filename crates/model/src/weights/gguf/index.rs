@@ -15,7 +15,6 @@ use super::file::GgufFile;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::quant::BlockType;
-use crate::units;
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::tensor_info::ShardRange;
 use crate::weights::{ModelFiles, StoredDtype, TensorInfo};
@@ -68,23 +67,13 @@ pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
         .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
     let file = GgufFile::open(&index.file)?;
     let (mut tensors, mut all_parts) = (BTreeMap::new(), BTreeMap::new());
-    let mut dequantized: BTreeMap<&str, usize> = BTreeMap::new();
     for (name, parameter) in &index.parameters {
         let Placed { info, parts } =
             placed(&file, parameter).map_err(|cause| file.refused(format!("tensor `{name}`: {cause}")))?;
         tensors.insert(name.clone(), info);
-        let Some(parts) = parts else { continue };
-        if parts.sources.iter().any(|source| source.kind.is_quantized()) {
-            *dequantized.entry(parts.name()).or_default() += 1;
-        }
-        all_parts.insert(name.clone(), StoredParts::Blocks(parts));
+        all_parts.extend(parts.map(|parts| (name.clone(), StoredParts::Blocks(parts))));
     }
-    let notes = dequantized.into_iter().map(|(kind, count)| {
-        let count = units::exact(count, "weight");
-        format!("finetune dequantizes {count} stored as {kind} while it reads the model")
-    });
-    let notes = notes.collect();
-    Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts, notes))
+    Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts))
 }
 
 /// Finds the values of a parameter.

@@ -1,11 +1,14 @@
 //! Checkpoints of compressed-tensors (LLM Compressor): whole numbers in words ("pack-quantized"),
-//! in bytes ("int-quantized"), and e4m3 ("float-quantized").
+//! in bytes ("int-quantized"), e4m3 ("float-quantized"), and e2m1 ("nvfp4-pack-quantized",
+//! "mxfp4-pack-quantized").
 //!
 //! A linear layer `X` is stored as `X.weight` in bytes, or as `X.weight_packed` and
 //! `X.weight_shape`; each with `X.weight_scale`, and optionally `X.weight_zero_point` and
-//! `X.weight_g_idx`, the group of each input (-1 in it: not set). The entries of `config_groups`
-//! are for classes and patterns of modules, which are not read: type, bits, grid of scales and
-//! zeros of a weight follow from its tensors, and must be those of one entry.
+//! `X.weight_g_idx`, the group of each input (-1 in it: not set). Two values in e2m1 share a byte
+//! of `X.weight_packed`; their scales are exponents, or numbers in e4m3 that
+//! `X.weight_global_scale` divides. The entries of `config_groups` are for classes and patterns of
+//! modules, which are not read: type, bits, grid of scales and zeros of a weight follow from its
+//! tensors, and must be those of one entry.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +19,7 @@ use super::reader::{
     CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, refused, scale_dtype, weight_before,
 };
 use crate::error::{Error, Result};
-use crate::quant::{CodeLayout, PackedFormat};
+use crate::quant::{CodeLayout, PackedFormat, ScaleDtype};
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::{StoredDtype, TensorInfo};
 
@@ -25,8 +28,10 @@ const SHAPE: &str = ".weight_shape";
 const SCALES: &str = ".weight_scale";
 const ZEROS: &str = ".weight_zero_point";
 const GROUPS: &str = ".weight_g_idx";
+const FACTOR: &str = ".weight_global_scale";
 /// The companions; the last ones are for activations and are not used.
-const OWNED: [&str; 7] = [WORDS, SHAPE, SCALES, ZEROS, GROUPS, ".input_scale", ".input_zero_point"];
+const OWNED: [&str; 9] =
+    [WORDS, SHAPE, SCALES, ZEROS, GROUPS, FACTOR, ".input_scale", ".input_zero_point", ".input_global_scale"];
 
 /// The format "compressed-tensors".
 pub(super) struct CompressedTensors;
@@ -55,14 +60,34 @@ enum Codes {
     Int4,
     Int8,
     Float8,
+    Nvfp4,
+    Mxfp4,
 }
 
 impl Codes {
+    fn bits(self) -> usize {
+        match self {
+            Codes::Int4 | Codes::Nvfp4 | Codes::Mxfp4 => 4,
+            Codes::Int8 | Codes::Float8 => 8,
+        }
+    }
+
+    /// Returns the type of the scales in `info`.
+    fn scales(self, info: &TensorInfo) -> Result<ScaleDtype, String> {
+        match self {
+            Codes::Nvfp4 => Ok(ScaleDtype::E4m3Over),
+            Codes::Mxfp4 => Ok(ScaleDtype::E8m0),
+            Codes::Int4 | Codes::Int8 | Codes::Float8 => scale_dtype("weight_scale", info),
+        }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Codes::Int4 => "compressed-tensors int4",
             Codes::Int8 => "compressed-tensors int8",
             Codes::Float8 => "compressed-tensors fp8",
+            Codes::Nvfp4 => "compressed-tensors nvfp4",
+            Codes::Mxfp4 => "compressed-tensors mxfp4",
         }
     }
 }
@@ -133,13 +158,15 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
         (Some("pack-quantized"), "int", 4) => Codes::Int4,
         (Some("pack-quantized" | "int-quantized" | "naive-quantized"), "int", 8) => Codes::Int8,
         (Some("float-quantized" | "naive-quantized"), "float", 8) if *symmetric => Codes::Float8,
+        (Some("nvfp4-pack-quantized"), "float", 4) if *symmetric => Codes::Nvfp4,
+        (Some("mxfp4-pack-quantized"), "float", 4) if *symmetric => Codes::Mxfp4,
         _ => {
             let format = format.map_or("missing".into(), |format| format!("\"{format}\""));
             let symmetric = if *symmetric { "" } else { ", not symmetric" };
             return Err(refused(
                 "format",
                 format!("{format} with weights of type \"{}\" in {num_bits} bits{symmetric}", r#type),
-                "\"pack-quantized\" (int in 4 or 8 bits), \"int-quantized\" (int in 8 bits), \"float-quantized\" (float in 8 bits, symmetric)",
+                "\"pack-quantized\" (int in 4 or 8 bits), \"int-quantized\" (int in 8 bits), \"float-quantized\" (float in 8 bits, symmetric), \"nvfp4-pack-quantized\" or \"mxfp4-pack-quantized\" (float in 4 bits, symmetric)",
             ));
         }
     };
@@ -149,7 +176,7 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
     let block = match strategy.as_str() {
         "tensor" => [None, None],
         "channel" => [Some(1), None],
-        "group" => {
+        "group" | "tensor_group" => {
             let size = group_size.filter(|size| *size > 0).and_then(|size| usize::try_from(size).ok());
             let found = || group_size.map_or("null".into(), |size| size.to_string());
             [Some(1), Some(size.ok_or_else(|| refused(&key("group_size"), found(), "a number from 1"))?)]
@@ -160,7 +187,7 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
             block.ok_or_else(|| refused(&key("block_structure"), found(), "two numbers from 1"))?
         }
         _ => {
-            let accepted = "\"tensor\", \"channel\", \"group\", \"block\"";
+            let accepted = "\"tensor\", \"channel\", \"group\", \"tensor_group\", \"block\"";
             return Err(refused(&key("strategy"), format!("\"{strategy}\""), accepted));
         }
     };
@@ -190,18 +217,19 @@ fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo
         }
         let format = PackedFormat {
             codes: layout,
-            bits: if found == Codes::Int4 { 4 } else { 8 },
+            bits: found.bits(),
             rows,
             columns,
             row_block,
             column_block,
             groups: grid[1],
-            scales: scale_dtype("weight_scale", scales)?,
+            scales: found.scales(scales)?,
             zero_offset: 0,
         };
         check_zeros(&format, zeros)?;
         let indices = weight.groups(GROUPS, [columns, grid[1]], |indices| indices.contains(&-1))?;
-        return weight.packed(found.name(), format, info, [Some(scales), zeros, indices]);
+        let packed = weight.packed(found.name(), format, info, [Some(scales), zeros, indices])?;
+        return if found == Codes::Nvfp4 { weight.with_factor(packed, FACTOR) } else { Ok(packed) };
     }
     Err(causes.into_iter().next().unwrap_or_else(|| {
         format!("it is stored as {}, which no entry of `config_groups` describes", found.name())
@@ -228,25 +256,36 @@ fn codes_of<'w>(weight: &'w StoredWeight<'_, '_>) -> Result<StoredCodes<'w>, Str
         expect("weight", codes, codes.dtype, None)?;
         return Ok(StoredCodes { info: codes, layout, shape: [codes.shape[0], codes.shape[1]], kind });
     }
+    if weight.of_module(WORDS).is_some_and(|codes| codes.dtype == StoredDtype::U8) {
+        return floats_of(weight);
+    }
     let words = weight.words(WORDS)?;
-    let shape = weight.required(SHAPE)?;
-    expect("weight_shape", shape, StoredDtype::I64, Some(&[2]))?;
-    let (stored, _) = (weight.bytes)(shape).as_chunks::<8>();
-    let sizes: Vec<i64> = stored.iter().map(|size| i64::from_le_bytes(*size)).collect();
-    let [Ok(rows), Ok(columns)] =
-        [0, 1].map(|at| usize::try_from(sizes.get(at).copied().unwrap_or_default()))
-    else {
-        return Err(format!("weight_shape is {sizes:?}; accepted: two numbers from 0"));
-    };
+    let [rows, columns] = weight.stored_shape(SHAPE)?;
     let [narrow, wide] = [8, 4].map(|in_word| [rows, columns.div_ceil(in_word)]);
     let kinds = [(narrow, Codes::Int4), (wide, Codes::Int8)];
     let Some((_, kind)) = kinds.into_iter().find(|(shape, _)| words.shape == shape) else {
         return Err(format!(
-            "weight_packed has shape {:?}; accepted for weight_shape {sizes:?}: {narrow:?} (4 bits), {wide:?} (8 bits)",
+            "weight_packed has shape {:?}; accepted for weight_shape [{rows}, {columns}]: {narrow:?} (4 bits), {wide:?} (8 bits)",
             words.shape
         ));
     };
     Ok(StoredCodes { info: words, layout: CodeLayout::RowWords, shape: [rows, columns], kind })
+}
+
+/// Returns the codes of a weight in e2m1. The type of its scales tells its kind.
+fn floats_of<'w>(weight: &'w StoredWeight<'_, '_>) -> Result<StoredCodes<'w>, String> {
+    if weight.codes().is_ok() {
+        return Err("it is stored twice, as weight and as weight_packed".into());
+    }
+    let (info, scales) = (weight.required(WORDS)?, weight.required(SCALES)?);
+    expect("weight_packed", info, StoredDtype::U8, None)?;
+    let kind = match scales.dtype {
+        StoredDtype::F8E4M3 => Codes::Nvfp4,
+        StoredDtype::U8 | StoredDtype::F8E8M0 => Codes::Mxfp4,
+        other => return Err(format!("weight_scale has dtype {other}; accepted: F8_E4M3, U8, F8_E8M0")),
+    };
+    let shape = [info.shape[0], info.shape[1].saturating_mul(2)];
+    Ok(StoredCodes { info, layout: CodeLayout::E2m1, shape, kind })
 }
 
 /// Checks the zeros of a weight in this format.

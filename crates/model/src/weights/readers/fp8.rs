@@ -44,7 +44,7 @@ impl CheckpointFormat for Fp8 {
     }
 }
 
-fn read(
+pub(super) fn read(
     weight: &StoredWeight<'_, '_>,
     block: Option<[usize; 2]>,
 ) -> Result<(TensorInfo, StoredParts), String> {
@@ -55,11 +55,12 @@ fn read(
     let (name, scales) = found.ok_or("weight_scale_inv, the scales of its blocks, is missing")?;
     let [row_block, column_block] = match block {
         None if scales.elements() == 1 => [rows.max(1), columns.max(1)],
-        None if scales.shape == [rows, 1] => [1, columns.max(1)],
+        None if scales.shape == [rows, 1] || scales.shape == [rows] => [1, columns.max(1)],
         block => block.unwrap_or(BLOCK),
     };
     let grid = [rows.div_ceil(row_block), columns.div_ceil(column_block)];
-    if scales.shape != grid && (scales.elements() != 1 || grid != [1, 1]) {
+    let by_rows = scales.shape == [rows] && grid == [rows, 1];
+    if scales.shape != grid && !by_rows && (scales.elements() != 1 || grid != [1, 1]) {
         let others = if block.is_none() { format!("[1], [{rows}, 1], or ") } else { String::new() };
         return Err(format!(
             "{name} has shape {:?}; accepted: {others}{grid:?}, one scale for each block of {row_block} by {column_block}",

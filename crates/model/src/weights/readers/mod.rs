@@ -15,6 +15,8 @@ mod bitsandbytes;
 mod compressed_tensors;
 mod fp8;
 mod gptq;
+mod hqq;
+mod modelopt;
 mod mxfp4;
 mod reader;
 
@@ -32,18 +34,20 @@ use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// All formats; the only registry.
-static FORMATS: [&dyn CheckpointFormat; 6] = [
+static FORMATS: [&dyn CheckpointFormat; 8] = [
     &bitsandbytes::Bitsandbytes,
     &fp8::Fp8,
     &gptq::Gptq,
     &awq::Awq,
     &compressed_tensors::CompressedTensors,
     &mxfp4::Mxfp4,
+    &modelopt::ModelOpt,
+    &hqq::Hqq,
 ];
 
 /// Returns whether a tensor of this name belongs to the quantized weight of another.
 pub(super) fn is_companion(name: &str) -> bool {
-    FORMATS.iter().any(|format| format.owner(name).is_some())
+    FORMATS.iter().any(|format| format.is_telling(name))
 }
 
 /// Returns whether [`ModelReader`] reads the values of a tensor of this name.

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::quant::{PackedFormat, ScaleDtype};
 use crate::weights::header::clip;
 use crate::weights::packed::PackedParts;
+use crate::weights::quantized::read_f32;
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::tensor_info::ShardRange;
 use crate::weights::{StoredDtype, TensorInfo};
@@ -36,6 +37,12 @@ pub(super) trait CheckpointFormat: Sync {
 
     /// Returns the weight of which a tensor of this name would be a companion.
     fn owner(&self, name: &str) -> Option<String>;
+
+    /// Returns whether a tensor of this name is a companion in any model: a format with common
+    /// names has few of these.
+    fn is_telling(&self, name: &str) -> bool {
+        self.owner(name).is_some()
+    }
 
     /// Returns whether a reader reads the values of a tensor of this name. They are fetched even if
     /// a plan reads only the headers of a model.
@@ -153,6 +160,19 @@ impl StoredWeight<'_, '_> {
         self.tensors.get(self.name).ok_or_else(|| "its codes are missing".into())
     }
 
+    /// Returns the rows and columns that the companion `end` of the module holds.
+    pub(super) fn stored_shape(&self, end: &str) -> Result<[usize; 2], String> {
+        let (name, shape) = (&end[1..], self.required(end)?);
+        expect(name, shape, StoredDtype::I64, Some(&[2]))?;
+        let (stored, _) = (self.bytes)(shape).as_chunks::<8>();
+        let sizes: Vec<i64> = stored.iter().map(|size| i64::from_le_bytes(*size)).collect();
+        let size = |at: usize| usize::try_from(sizes.get(at).copied().unwrap_or_default());
+        match (size(0), size(1)) {
+            (Ok(rows), Ok(columns)) => Ok([rows, columns]),
+            _ => Err(format!("{name} is {sizes:?}; accepted: two numbers from 0")),
+        }
+    }
+
     /// Returns the companion `end` if it names one of `groups` for each of `columns`, or its values
     /// are not available. Returns `None` if it is missing or `is_unset`: groups are then of
     /// consecutive columns.
@@ -179,6 +199,14 @@ impl StoredWeight<'_, '_> {
         }
     }
 
+    /// Returns whether the groups of columns are others than consecutive columns. True if their
+    /// values are not available.
+    fn is_scattered(&self, groups: &TensorInfo, column_block: usize) -> bool {
+        let (words, _) = (self.bytes)(groups).as_chunks::<4>();
+        let mut groups = words.iter().map(|word| i32::from_le_bytes(*word)).enumerate();
+        words.is_empty() || groups.any(|(column, group)| usize::try_from(group) != Ok(column / column_block))
+    }
+
     /// Returns a weight that is decoded while it is read: codes, scales, and the companions with
     /// zeros and with the groups of columns.
     pub(super) fn packed(
@@ -202,9 +230,34 @@ impl StoredWeight<'_, '_> {
             scales: place(scales),
             zeros: zeros.map(place),
             groups: groups.map(place),
+            factor: None,
+            scattered: groups.is_some_and(|groups| self.is_scattered(groups, format.column_block)),
             bytes: self.stored_bytes,
         };
         Ok((info, StoredParts::Packed(parts)))
+    }
+
+    /// Returns a weight from [`StoredWeight::packed`] whose scales have a factor: the number in the
+    /// companion `end` of the module.
+    pub(super) fn with_factor(
+        &self,
+        (info, parts): (TensorInfo, StoredParts),
+        end: &str,
+    ) -> Result<(TensorInfo, StoredParts), String> {
+        let (name, factor) = (&end[1..], self.required(end)?);
+        if factor.dtype != StoredDtype::F32 || factor.elements() != 1 {
+            let (dtype, shape) = (factor.dtype, &factor.shape);
+            return Err(format!("{name} has dtype {dtype} and shape {shape:?}; accepted: one number of F32"));
+        }
+        // Its value may not be available.
+        match read_f32((self.bytes)(factor)).next().filter(|value| !value.is_normal()) {
+            Some(value) => Err(format!("{name} is {value}; accepted: finite numbers other than 0")),
+            None => {
+                let StoredParts::Packed(mut parts) = parts else { return Ok((info, parts)) };
+                parts.factor = Some(ShardRange { shard: factor.shard, range: factor.range.clone() });
+                Ok((info, StoredParts::Packed(parts)))
+            }
+        }
     }
 
     /// Returns the error for a weight that cannot be read.

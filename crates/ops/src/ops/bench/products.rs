@@ -12,6 +12,7 @@ use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
 use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul};
+use crate::ops::matmul_fp8::{Fp8Rows, matmul_fp8, quantize_fp8};
 use crate::ops::matmul_quantized::cases::quantized;
 use crate::ops::matmul_quantized::{
     Quantized, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
@@ -26,6 +27,7 @@ const WEIGHTS: f32 = 0.02;
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     let mut ops = linear_layers(shapes);
     ops.extend([linear_with_adapter(shapes), quantized_linear(shapes), quantized_group(shapes)]);
+    ops.extend([codes(shapes), fp8_linear(shapes, Transpose::Nt), fp8_linear(shapes, Transpose::Nn)]);
     ops.extend(losses(shapes));
     ops.extend([scores(shapes), next_token(shapes)]);
     ops
@@ -153,6 +155,33 @@ fn quantized_group(shapes: &BenchShapes) -> TimedOp {
             let weights: Vec<_> = weights.iter().map(Weight::Quantized).collect();
             let (y, x) = (ColumnViewMut::all(&y), ColumnView::all(&x));
             matmul_weights(y, x, &weights, Transpose::Nt, Addend::Nothing)
+        }))
+    })
+}
+
+/// Times the codes of the input of q, k and v.
+fn codes(shapes: &BenchShapes) -> TimedOp {
+    let (n, d) = (shapes.tokens, shapes.widths.hidden_size);
+    let bytes = shapes.bytes(n * d) + Fp8Rows::bytes(n, d);
+    TimedOp::moving(bytes, ("quantize_fp8", format!("{n}x{d}"), shapes.dtype), move |inputs| {
+        let x = inputs.normal(1.0, (n, d))?;
+        Ok(Box::new(move || quantize_fp8(ColumnView::all(&x), None).map(drop)))
+    })
+}
+
+/// Times a product with a frozen weight in fp8, with the codes of the activations.
+fn fp8_linear(shapes: &BenchShapes, form: Transpose) -> TimedOp {
+    let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
+    let gradient = if form == Transpose::Nn { ", dx" } else { "" };
+    let shape = format!("{n}x{d} to {f}, gate_proj{gradient}");
+    TimedOp::multiplying((2 * n * d * f) as u64, ("matmul_fp8", shape, shapes.dtype), move |inputs| {
+        let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, f))?);
+        let weight = inputs.normal(WEIGHTS, (f, d))?;
+        let weight = Fp8Rows::of(&[Weight::Dense(&weight)])?;
+        let [dst, a] = if form == Transpose::Nt { [y, x] } else { [x, y] };
+        Ok(Box::new(move || {
+            let (dst, a) = (ColumnViewMut::all(&dst), ColumnView::all(&a));
+            matmul_fp8(dst, a, &weight, form, Addend::Nothing)
         }))
     })
 }

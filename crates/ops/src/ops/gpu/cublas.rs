@@ -8,9 +8,9 @@ use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
-use super::GEMM_WORKSPACE;
 use super::gemm::{DeviceMatrix, Gemm, GemmElement};
 use super::gemm_plans::{GemmLibrary, GemmPlans};
+use super::{Arg, GEMM_WORKSPACE};
 use crate::error::{Error, Result};
 use crate::runtime::device_memory::requested;
 
@@ -54,6 +54,7 @@ fn cuda_type(element: GemmElement) -> sys::cudaDataType {
     match element {
         GemmElement::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         GemmElement::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        GemmElement::E4m3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
     }
 }
 
@@ -89,7 +90,58 @@ impl GemmDescriptors {
                 )?;
             }
         }
+        if let Some(scales) = &gemm.scales {
+            descriptors.scale_rows()?;
+            descriptors.set_scales(scales)?;
+        }
         Ok(descriptors)
+    }
+
+    /// Makes the product multiply by a scale for each row and column of the result.
+    #[cfg(row_scales)]
+    fn scale_rows(&self) -> std::result::Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F as i32;
+        for attribute in
+            [Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE]
+        {
+            // SAFETY: the attribute is an i32 and the descriptor is alive.
+            unsafe {
+                result::set_matmul_desc_attribute(
+                    self.operation,
+                    attribute,
+                    (&raw const mode).cast(),
+                    size_of::<i32>(),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(row_scales))]
+    fn scale_rows(&self) -> std::result::Result<(), CublasError> {
+        Err(CublasLt::UNSUPPORTED)
+    }
+
+    /// Sets the addresses of the scales of the next product.
+    fn set_scales(&self, scales: &[Arg; 2]) -> std::result::Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let attributes = [
+            Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+            Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+        ];
+        for (attribute, scales) in attributes.into_iter().zip(scales) {
+            // SAFETY: the attribute is an address and the descriptor is alive.
+            unsafe {
+                result::set_matmul_desc_attribute(
+                    self.operation,
+                    attribute,
+                    (&raw const scales.value).cast(),
+                    size_of::<u64>(),
+                )?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -198,6 +250,13 @@ impl GemmLibrary for CublasLt {
     }
 }
 
+/// Returns whether the library multiplies codes of e4m3 by scales of their rows on GPUs of this
+/// compute capability: from CUDA 12.9 on, on Hopper alone ("FP8 Data Types Usage" of its manual).
+pub(super) fn scales_rows(capability: (i32, i32)) -> bool {
+    // SAFETY: the function has no arguments and reads a constant.
+    cfg!(row_scales) && capability == (9, 0) && unsafe { sys::cublasLtGetVersion() } >= 120_900
+}
+
 impl Cublas {
     /// # Errors
     /// Fails if cuBLAS does not start, or no memory is available for its workspace.
@@ -226,6 +285,8 @@ impl Cublas {
             Error::of_device(format!("cannot multiply matrices, m, n, k of {size:?}"), &format!("{error:?}"))
         };
         let plan = self.plans.plan(&self.cublas_lt, gemm).map_err(failed)?;
+        // Products of a shape differ in their scales.
+        gemm.scales.iter().try_for_each(|scales| plan.description.set_scales(scales)).map_err(failed)?;
         let [a, b, c, d] = plan.description.layouts;
         let (workspace, _) = self.workspace.device_ptr(stream);
         // SAFETY: the tensors behind `Gemm` live until the earlier work on this stream is done; the

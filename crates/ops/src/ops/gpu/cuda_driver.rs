@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
-use super::cublas::Cublas;
+use super::cublas::{Cublas, scales_rows};
 use super::queue_limit::QueueLimit;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
@@ -39,6 +39,8 @@ pub(super) struct CudaDriver {
     stream: Arc<CudaStream>,
     /// True if the binary has code for this GPU.
     runs_code: bool,
+    /// True if products of e4m3 take scales of rows.
+    scales_rows: bool,
     /// True if the host waits after each launch.
     waits: bool,
     loaded: Mutex<Loaded>,
@@ -84,11 +86,14 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     let driver = known.map(|(_, driver)| *driver).unwrap_or_else(|| {
         let waits = std::env::var(SYNC_VARIABLE).is_ok_and(|value| value == "1");
         // If the driver does not answer, the first launch gives its error.
-        let runs_code = major_capability(&stream).map_or(true, |major| major >= 8);
+        let capability = compute_capability(&stream);
+        let runs_code = capability.as_ref().map_or(true, |capability| capability.0 >= 8);
+        let scales_rows = capability.is_ok_and(scales_rows);
         let key = DriverHandle(stream.cu_stream());
         let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
             stream,
             runs_code,
+            scales_rows,
             waits,
             loaded: Mutex::default(),
             cublas: Mutex::default(),
@@ -100,12 +105,17 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     driver.runs_code.then_some(driver)
 }
 
-/// Returns the first number of the compute capability, from the driver itself: cudarc's answer may
-/// be the error of an earlier free.
-fn major_capability(stream: &CudaStream) -> Result<i32, DriverError> {
-    use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR;
+/// Returns the compute capability, from the driver itself: cudarc's answer may be the error of an
+/// earlier free.
+fn compute_capability(stream: &CudaStream) -> Result<(i32, i32), DriverError> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    let device = stream.context().cu_device();
     // SAFETY: a context holds a valid device.
-    unsafe { result::device::get_attribute(stream.context().cu_device(), MAJOR) }
+    let number = |attribute| unsafe { result::device::get_attribute(device, attribute) };
+    Ok((number(MAJOR)?, number(MINOR)?))
 }
 
 impl CudaDriver {
@@ -270,6 +280,10 @@ impl Driver for CudaDriver {
         drop(started);
         self.wait_if_asked(|| format!("multiply matrices, m, n, k of {:?}", gemm.size()))?;
         self.queued()
+    }
+
+    fn scales_rows(&self) -> bool {
+        self.scales_rows
     }
 
     fn choose_algorithm(&self, place: usize) -> Result<()> {

@@ -20,6 +20,7 @@ use std::sync::OnceLock;
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
+use crate::quant::E4M3;
 use crate::runtime::device_memory::with_room;
 use crate::runtime::planned_failure::PlannedFailure;
 use half::bf16;
@@ -221,6 +222,11 @@ fn multiply(gemm: &Gemm) -> Result<()> {
         check_inside(matrix, element)?;
     }
     let (m, n, k) = gemm.size();
+    if let Some(scales) = &gemm.scales
+        && [m, n].into_iter().zip(scales).any(|(count, arg)| arg.row_bytes < 4 * count as u64)
+    {
+        return Err(Error::internal("a product has fewer scales than rows or columns"));
+    }
     // Offset of element `at`, and distance between consecutive elements of a sum.
     let steps = |matrix: &DeviceMatrix, transposed: bool| {
         if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
@@ -233,7 +239,12 @@ fn multiply(gemm: &Gemm) -> Result<()> {
                 let a = read(&gemm.a, gemm.operands, row * a_row + at * a_next);
                 a * read(&gemm.b, gemm.operands, at * b_next + col * b_col)
             };
-            let product = gemm.alpha * (0..k).map(term).sum::<f32>();
+            let mut product = gemm.alpha * (0..k).map(term).sum::<f32>();
+            if let Some([of_row, of_column]) = &gemm.scales {
+                product = product
+                    * read_at(of_column.value, GemmElement::F32, col)
+                    * read_at(of_row.value, GemmElement::F32, row);
+            }
             let at = row + col * gemm.d.leading;
             // With a zero beta C is not read: it may be NaN.
             let c = |at| gemm.beta * read(&gemm.c, gemm.result, at);
@@ -267,13 +278,18 @@ fn check_inside(matrix: &DeviceMatrix, element: GemmElement) -> Result<()> {
 }
 
 fn read(matrix: &DeviceMatrix, element: GemmElement, at: usize) -> f32 {
-    let address = matrix.arg.value as usize + at * element.bytes();
-    // SAFETY: `check_inside` holds for the matrix, and its tensor is alive; addresses of tensors
-    // are aligned.
+    read_at(matrix.arg.value, element, at)
+}
+
+fn read_at(start: u64, element: GemmElement, at: usize) -> f32 {
+    let address = start as usize + at * element.bytes();
+    // SAFETY: `multiply` has checked that its operands are inside their tensors, which are alive;
+    // addresses of tensors are aligned.
     unsafe {
         match element {
             GemmElement::F32 => *std::ptr::with_exposed_provenance::<f32>(address),
             GemmElement::Bf16 => (*std::ptr::with_exposed_provenance::<bf16>(address)).to_f32(),
+            GemmElement::E4m3 => E4M3[usize::from(*std::ptr::with_exposed_provenance::<u8>(address))],
         }
     }
 }
@@ -287,6 +303,8 @@ fn write(matrix: &DeviceMatrix, element: GemmElement, at: usize, value: f32) {
             GemmElement::Bf16 => {
                 *std::ptr::with_exposed_provenance_mut::<bf16>(address) = bf16::from_f32(value);
             }
+            // `Gemm` has no such result.
+            GemmElement::E4m3 => {}
         }
     }
 }

@@ -18,10 +18,12 @@ use crate::runtime::TensorMut;
 pub(crate) enum GemmElement {
     Bf16,
     F32,
+    /// Codes of [`crate::ops::matmul_fp8`], operands alone.
+    E4m3,
 }
 
 impl GemmElement {
-    /// Returns the type of `tensor`; none if products do not support it.
+    /// Returns the type of the numbers in `tensor`; none if products do not support it.
     pub(crate) fn of(tensor: &Tensor) -> Option<Self> {
         match tensor.dtype() {
             DType::BF16 => Some(GemmElement::Bf16),
@@ -36,6 +38,7 @@ impl GemmElement {
         match self {
             GemmElement::Bf16 => 2,
             GemmElement::F32 => 4,
+            GemmElement::E4m3 => 1,
         }
     }
 }
@@ -60,6 +63,7 @@ impl DeviceMatrix {
         let arg = match element {
             GemmElement::Bf16 => In::<bf16>::columns(view)?.arg(),
             GemmElement::F32 => In::<f32>::columns(view)?.arg(),
+            GemmElement::E4m3 => In::<u8>::columns(view)?.arg(),
         };
         Ok(DeviceMatrix { arg, rows: view.len, cols: rows, leading })
     }
@@ -87,6 +91,8 @@ pub(crate) struct Gemm {
     pub(crate) alpha: f32,
     /// 1 to add `c`, 0 to skip reading it.
     pub(crate) beta: f32,
+    /// Factors of the product, f32: one for each row of the result, and one for each column.
+    pub(crate) scales: Option<[Arg; 2]>,
 }
 
 impl Gemm {
@@ -134,6 +140,28 @@ impl Gemm {
         Self::of(operands, GemmElement::Bf16, d, form, 1.0, addend)
     }
 
+    /// Returns `dst = [addend +] a · bᵀ` of two matrices of codes in e4m3. With `scales`, of the
+    /// rows of `a` and of `b`, the result is multiplied by both.
+    ///
+    /// # Errors
+    /// Fails like [`Gemm::new`], and if the result is neither bf16 nor f32.
+    pub(crate) fn of_codes(
+        dst: &ColumnViewMut<'_>,
+        [a, b]: [&Tensor; 2],
+        scales: Option<[&Tensor; 2]>,
+        addend: Addend<'_>,
+    ) -> Result<Self> {
+        let result = GemmElement::of(dst.tensor)
+            .ok_or_else(|| Error::internal("the result of a product is neither f32 nor bf16"))?;
+        let codes = |tensor| DeviceMatrix::of(&ColumnView::all(tensor), GemmElement::E4m3);
+        let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
+        let gemm = Self::of([codes(b)?, codes(a)?], GemmElement::E4m3, d, Transpose::Nt, 1.0, addend)?;
+        // A row of `dst` is a column here.
+        let scale = |tensor| Ok::<_, Error>(In::<f32>::all(tensor)?.arg());
+        let scales = scales.map(|[a, b]| Ok::<_, Error>([scale(b)?, scale(a)?])).transpose()?;
+        Ok(Gemm { scales, ..gemm })
+    }
+
     fn of(
         [a, b]: [DeviceMatrix; 2],
         operands: GemmElement,
@@ -152,7 +180,7 @@ impl Gemm {
             Addend::Destination => (d, 1.0),
             Addend::Matrix(matrix) => (DeviceMatrix::of(&ColumnView::all(matrix), result)?, 1.0),
         };
-        let gemm = Gemm { a, b, transposed, operands, c, d, result, alpha, beta };
+        let gemm = Gemm { a, b, transposed, operands, c, d, result, alpha, beta, scales: None };
         gemm.check()?;
         Ok(gemm)
     }

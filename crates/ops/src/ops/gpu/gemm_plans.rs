@@ -49,6 +49,7 @@ struct GemmPlanKey {
     transposed: [bool; 2],
     elements: [GemmElement; 2],
     alignments: [u32; 4],
+    has_scales: bool,
 }
 
 impl GemmPlanKey {
@@ -60,6 +61,7 @@ impl GemmPlanKey {
             transposed: gemm.transposed,
             elements: [gemm.operands, gemm.result],
             alignments: matrices.map(|matrix| alignment(&matrix)),
+            has_scales: gemm.scales.is_some(),
         }
     }
 }

@@ -171,6 +171,11 @@ pub(crate) trait Driver: std::fmt::Debug {
         Ok(())
     }
 
+    /// Returns whether a product of e4m3 takes a scale for each row of both operands.
+    fn scales_rows(&self) -> bool {
+        true
+    }
+
     /// Announces that the next launch is attention with this many floating-point operations.
     fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
 

@@ -25,6 +25,8 @@ pub struct GpuWork {
     pub gemm_bytes: u64,
     /// Operations of products; a multiplication and an addition count as two.
     pub gemm_flops: f64,
+    /// Those of them whose operands are codes of e4m3.
+    pub fp8_flops: f64,
     /// Operations of attention's products, counted likewise.
     pub attention_flops: f64,
     /// Bytes copied to the GPU.
@@ -45,6 +47,7 @@ impl std::ops::Sub for GpuWork {
             kernel_bytes: self.kernel_bytes - before.kernel_bytes,
             gemm_bytes: self.gemm_bytes - before.gemm_bytes,
             gemm_flops: self.gemm_flops - before.gemm_flops,
+            fp8_flops: self.fp8_flops - before.fp8_flops,
             attention_flops: self.attention_flops - before.attention_flops,
             uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
             waits: self.waits - before.waits,
@@ -55,10 +58,10 @@ impl std::ops::Sub for GpuWork {
 
 impl GpuWork {
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
-    /// per second. Products are bound by the slower of the two, attention by operations, other
-    /// kernels by memory; their times add up.
+    /// per second, twice as many of e4m3. Products are bound by the slower of the two, attention by
+    /// operations, other kernels by memory; their times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
-        let products = (self.gemm_flops / flops).max(self.gemm_bytes as f64 / bytes);
+        let products = ((self.gemm_flops - self.fp8_flops / 2.0) / flops).max(self.gemm_bytes as f64 / bytes);
         products + self.attention_flops / flops + self.kernel_bytes as f64 / bytes
     }
 }
@@ -124,7 +127,11 @@ impl Driver for LaunchCounter {
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
         with_requested(|asked| {
             asked.work.gemms += 1;
-            asked.work.gemm_flops += 2.0 * m as f64 * n as f64 * k as f64;
+            let flops = 2.0 * m as f64 * n as f64 * k as f64;
+            asked.work.gemm_flops += flops;
+            if gemm.operands == GemmElement::E4m3 {
+                asked.work.fp8_flops += flops;
+            }
             asked.work.gemm_bytes += bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
             asked.queued();
         });

@@ -9,7 +9,10 @@ use super::{
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Transpose};
-use crate::quant::{QuantBuffer, QuantFormat, RunDtype};
+use crate::quant::{
+    GridCodes, GridFormat, GridZeros, QuantBuffer, QuantFormat, QuantScheme as _, RunDtype, RunMeaning,
+    ScaleDtype,
+};
 use crate::recipe::enums::QuantKind;
 use crate::runtime::rng::RngStream;
 
@@ -20,11 +23,18 @@ pub(in crate::ops) fn quantized(
     shape: (usize, usize),
 ) -> Result<[Quantized; 2]> {
     let (n, stream) = (shape.0 * shape.1, RngStream::new(0).named("quantized"));
+    let format = match format {
+        QuantFormat::Grid(grid) => QuantFormat::Grid(GridFormat { columns: shape.1, ..grid }),
+        other => other,
+    };
     let values = stream.normals(0..n as u64, 1.0);
-    let quantized = QuantBuffer::new(format, n, &|start, piece| {
-        piece.copy_from_slice(&values[start..start + piece.len()]);
-        Ok(())
-    })?;
+    let quantized = match format {
+        QuantFormat::Grid(grid) => stored(&grid, n, stream),
+        _ => QuantBuffer::new(format, n, &|start, piece| {
+            piece.copy_from_slice(&values[start..start + piece.len()]);
+            Ok(())
+        })?,
+    };
     let on = |device: &Device| -> Result<Quantized> {
         let memory = &quantized.runs;
         let runs = format.scheme().runs(n).into_iter().map(|run| {
@@ -39,7 +49,57 @@ pub(in crate::ops) fn quantized(
     Ok([on(runner.device)?, on(&Device::Cpu)?])
 }
 
-/// The tested formats; the first is that of QLoRA's paper.
+/// Returns a matrix of random codes, zeros and groups, with scales near 1/8.
+fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
+    let mut matrix = QuantBuffer::zeros(QuantFormat::Grid(*format), n);
+    matrix.runs.offset = 8.0;
+    let groups = format.groups() as u64;
+    for run in format.runs(n) {
+        let bits = |at: usize| stream.part(run.meaning as u64).bits(at as u64);
+        match run.meaning {
+            RunMeaning::Scales => {
+                let scales = matrix.runs.floats_mut(run.meaning).iter_mut();
+                scales.enumerate().for_each(|(at, scale)| *scale = (bits(at) % 8 + 8) as f32 / 64.0);
+            }
+            meaning => {
+                let bytes = matrix.runs.bytes_mut(meaning).iter_mut().enumerate();
+                bytes.for_each(|(at, byte)| {
+                    *byte = match (meaning, format.scales) {
+                        (RunMeaning::ColumnGroups, _) => ((bits(at / 2) % groups) >> (at % 2 * 8)) as u8,
+                        (RunMeaning::ScaleBytes, ScaleDtype::E4m3Over) => 0x38 + (bits(at) % 8) as u8,
+                        (RunMeaning::ScaleBytes, ScaleDtype::E8m0) => 122 + (bits(at) % 4) as u8,
+                        // The upper byte of 1/8.
+                        (RunMeaning::ScaleBytes, ScaleDtype::F16) if at % 2 == 1 => 0x30,
+                        (RunMeaning::ScaleBytes, _) if at % 2 == 1 => 0x3e,
+                        // No NaN in e4m3.
+                        (RunMeaning::Codes, _) if format.codes == GridCodes::E4m3 => bits(at) as u8 & 0xbf,
+                        // From 2 to below 8 in bf16, or from 0 to 15.
+                        (RunMeaning::Zeros, _) if format.zeros == GridZeros::AsScales && at % 2 == 1 => 0x40,
+                        (RunMeaning::Zeros, _) => (bits(at) % 16) as u8,
+                        _ => bits(at) as u8,
+                    };
+                });
+            }
+        }
+    }
+    matrix
+}
+
+/// Returns a format of other tools for rows of 72 values.
+const fn grid(codes: GridCodes, cell: [usize; 2], scales: ScaleDtype) -> GridFormat {
+    let [row_block, column_block] = cell;
+    GridFormat {
+        codes,
+        columns: 72,
+        row_block,
+        column_block,
+        scales,
+        zeros: GridZeros::Implied,
+        by_column: false,
+    }
+}
+
+/// The tested formats with kernels; the first is that of QLoRA's paper.
 pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat::of_kind(QuantKind::Nf4, 64, true),
     QuantFormat::of_kind(QuantKind::Nf4, 64, false),
@@ -50,17 +110,42 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat::of_kind(QuantKind::Nf4, 4096, false),
 ];
 
+/// The tested formats of other tools, which have no kernels. A matrix gives them its width.
+pub(in crate::ops) const GRIDS: [QuantFormat; 7] = [
+    QuantFormat::Grid(GridFormat {
+        zeros: GridZeros::Bytes,
+        ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16)
+    }),
+    QuantFormat::Grid(GridFormat {
+        zeros: GridZeros::Bytes,
+        by_column: true,
+        ..grid(GridCodes::Int4, [1, 24], ScaleDtype::F16)
+    }),
+    QuantFormat::Grid(grid(GridCodes::Int8, [1, 72], ScaleDtype::BF16)),
+    QuantFormat::Grid(GridFormat {
+        zeros: GridZeros::AsScales,
+        ..grid(GridCodes::Int4, [1, 24], ScaleDtype::BF16)
+    }),
+    QuantFormat::Grid(grid(GridCodes::E4m3, [16, 32], ScaleDtype::F32)),
+    QuantFormat::Grid(grid(GridCodes::E2m1, [1, 24], ScaleDtype::E8m0)),
+    QuantFormat::Grid(grid(GridCodes::E2m1, [1, 16], ScaleDtype::E4m3Over)),
+];
+
 /// Returns the cases of products with a quantized weight.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for format in FORMATS {
+    for format in FORMATS.into_iter().chain(GRIDS) {
         let (scheme, double_quant) = (format.scheme(), format.scheme().double_quant());
         let nested = if double_quant { " nested" } else { "" };
-        let name = format!("{} {}{nested}", scheme.name(), scheme.hint().block_size);
+        let is_grid = matches!(format, QuantFormat::Grid(_));
+        let name = match format {
+            QuantFormat::Grid(_) => scheme.describe(),
+            _ => format!("{} {}{nested}", scheme.name(), scheme.hint().block_size),
+        };
         // Rows that are not a multiple of a block. Formats with nested or row scales also get more
         // columns than a panel, whose bounds are the same for all formats.
         let mut shapes = vec![((53, 72), "53x72"), ((48, 41), "48x41")];
-        if double_quant || matches!(format, QuantFormat::Int8Rows(_)) {
+        if double_quant || is_grid || matches!(format, QuantFormat::Int8Rows(_)) {
             shapes.push(((600, 2100), "600x2100"));
         }
         for (shape, what) in shapes {
@@ -245,10 +330,16 @@ mod tests {
             QuantFormat::FourBit(_) => 0,
             QuantFormat::Int8(_) => 1,
             QuantFormat::Int8Rows(_) => 2,
+            QuantFormat::Grid(grid) => match grid.codes {
+                GridCodes::Int4 => 3,
+                GridCodes::Int8 => 4,
+                GridCodes::E4m3 => 5,
+                GridCodes::E2m1 => 6,
+            },
         };
-        let mut found: Vec<usize> = FORMATS.iter().map(index).collect();
+        let mut found: Vec<usize> = FORMATS.iter().chain(&GRIDS).map(index).collect();
         found.sort_unstable();
         found.dedup();
-        assert_eq!(found, [0, 1, 2]);
+        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6]);
     }
 }

@@ -22,8 +22,8 @@ pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
     activation, adamw, adamw_int8, attention, attention_sinks, causal_conv, cross_entropy, dora, dropout,
-    elementwise, embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_quantized,
-    rms_norm, rotary,
+    elementwise, embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_fp8,
+    matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -33,6 +33,7 @@ use crate::error::Result;
 const CASES: &[fn() -> Vec<OpCase>] = &[
     matmul::cases::cases,
     matmul_quantized::cases::cases,
+    matmul_fp8::cases::cases,
     dora::cases::cases,
     adamw_int8::cases::cases,
     rms_norm::cases::cases,
