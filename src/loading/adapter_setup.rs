@@ -76,6 +76,10 @@ impl AdapterSetup {
                 tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
         }
         let rows = adapter::resolve_rows(&spec, &modules)?;
+        if *model.family.class_names != ClassNames::USUAL {
+            // The end of a usual name may be that of other modules in the class.
+            spec.modules_to_save.clone_from(&saved);
+        }
         // Written as resolved module names: PEFT versions differ in the modules of "all-linear".
         spec.target_modules =
             ModulePattern::Named(NamePattern::List(adapter::target_names(&targets, &modules)));

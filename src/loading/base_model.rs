@@ -222,10 +222,10 @@ impl BaseModel {
         let text = input_file::read_text("read", &path)?;
         let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
+        if !model.dequantize && !files.as_mut().is_some_and(ModelFiles::keep_packed) {
+            resolver.warn(KEEPS_NOTHING);
+        }
         if let Some(files) = &mut files {
-            if !model.dequantize && !files.keep_packed() {
-                resolver.warn(KEEPS_NOTHING);
-            }
             model::settle(&mut config, files)?;
             files.notes().for_each(|note| resolver.warn(note));
         }

@@ -307,7 +307,7 @@ fn malformed_floats_of_four_bits() {
         refused(&settings, &tensors)
     };
     assert_snapshot!(of(&|tensors| drop(tensors.remove(2))), @"modelopt: weight_scale_2 is missing");
-    assert_snapshot!(of(&|tensors| tensors[2].3 = f32s(&[f32::NAN])), @"modelopt: weight_scale_2 is NaN; accepted: finite numbers other than 0");
+    assert_snapshot!(of(&|tensors| tensors[2].3 = f32s(&[f32::NAN])), @"modelopt: weight_scale_2 is NaN; accepted: normal numbers");
     assert_snapshot!(of(&|tensors| tensors[2] = ("x.weight_scale_2", Dtype::F32, vec![2], f32s(&[1.0, 2.0]))), @"modelopt: weight_scale_2 has dtype F32 and shape [2]; accepted: one number of F32");
     assert_snapshot!(of(&|tensors| tensors[1].2 = vec![1, 2]), @"modelopt: weight_scale has shape [1, 2]; accepted: [2, 1]");
     assert_snapshot!(of(&|tensors| tensors[1].1 = Dtype::U8), @"modelopt: weight_scale has dtype U8; accepted: F8_E4M3");

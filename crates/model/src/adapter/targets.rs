@@ -487,6 +487,15 @@ impl<'a> LayerFilter<'a> {
     }
 }
 
+/// Returns a module's usual name and its names in other classes of transformers.
+fn names_in_classes(module: &str) -> Vec<String> {
+    std::iter::once(module.to_owned()).chain(ClassNames::in_other_classes(module)).collect()
+}
+
+fn matches_any(regex: &Regex, names: &[String]) -> bool {
+    names.iter().any(|name| regex.is_match(name))
+}
+
 /// Values by suffix of the name.
 struct CompiledPatterns<T> {
     key: &'static str,
@@ -503,12 +512,16 @@ impl<T: Copy> CompiledPatterns<T> {
     }
 
     fn get(&self, module: &str) -> Option<T> {
-        self.values.iter().find(|(regex, ..)| regex.is_match(module)).map(|&(.., value)| value)
+        if self.values.is_empty() {
+            return None;
+        }
+        let names = names_in_classes(module);
+        self.values.iter().find(|(regex, ..)| matches_any(regex, &names)).map(|&(.., value)| value)
     }
 
     fn refuse_unused(&self, targets: &[&Module]) -> Result<()> {
         for (regex, pattern, _) in &self.values {
-            if !targets.iter().any(|module| regex.is_match(&module.name)) {
+            if !targets.iter().any(|module| matches_any(regex, &names_in_classes(&module.name))) {
                 return Err(failed()
                     .because(format!("`{}` has `{pattern}`, which matches no module with LoRA", self.key))
                     .hint(format!(

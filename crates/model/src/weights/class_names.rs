@@ -59,17 +59,21 @@ impl ClassNames {
     /// Returns the usual name for a module's name in this class: whole, or without the parts before
     /// its last word. Any other text stays.
     pub fn usual(&self, name: &str) -> String {
+        if *self == Self::USUAL {
+            return name.to_owned();
+        }
+        // The last word of the usual name of the norm is the end of the names of other norms too.
+        let [blocks, embedding, norm, head] = Self::USUAL.all();
+        let words = [leaf(blocks), leaf(embedding), norm, leaf(head)];
         let whole = translated(&self.all(), &Self::USUAL.all(), name);
-        whole
-            .or_else(|| translated(&self.all().map(leaf), &Self::USUAL.all().map(leaf), name))
-            .unwrap_or_else(|| name.to_owned())
+        whole.or_else(|| translated(&self.all().map(leaf), &words, name)).unwrap_or_else(|| name.to_owned())
     }
 
-    /// Returns the name in this class for a usual one: whole, or without the parts before its last
-    /// word. Any other text stays.
+    /// Returns the name in this class for a usual one: whole, or, except for that of the norm,
+    /// without the parts before its last word. Any other text stays.
     pub(crate) fn word(&self, usual: &str) -> String {
         let (from, to) = (Self::USUAL.modules(), self.modules());
-        let word = |names: [&'static str; 3]| [names[1], names[2]].map(leaf);
+        let word = |names: [&'static str; 3]| [names[0], names[1]].map(leaf);
         let whole = translated(&from, &to, usual);
         whole.or_else(|| translated(&word(from), &word(to), usual)).unwrap_or_else(|| usual.to_owned())
     }
@@ -78,8 +82,8 @@ impl ClassNames {
     pub(crate) fn of<'n>(names: impl IntoIterator<Item = &'n str>) -> &'static ClassNames {
         let class = |name: &str| {
             OTHERS.iter().find(|class| {
-                let own = class.modules();
-                ends(name).any(|end| translated(&own, &own, end).is_some())
+                let own = class.all();
+                ends(name).any(|end| translated(class.own(&own), class.own(&own), end).is_some())
             })
         };
         names.into_iter().find_map(class).unwrap_or(&ClassNames::USUAL)
@@ -93,11 +97,14 @@ impl ClassNames {
     /// Returns the usual name of a module or tensor of any other class.
     pub(super) fn usual_of_any(name: &str) -> Option<String> {
         OTHERS.iter().find_map(|class| {
-            let same = class.head == Self::USUAL.head;
             let (from, to) = (class.all(), Self::USUAL.all());
-            let count = if same { 3 } else { 4 };
-            translated(&from[..count], &to[..count], name)
+            translated(class.own(&from), &to, name)
         })
+    }
+
+    /// Returns those of all `names` that differ from the usual ones: the head's may be the same.
+    fn own<'n>(&self, names: &'n [&'static str; 4]) -> &'n [&'static str] {
+        if self.head == Self::USUAL.head { &names[..3] } else { names }
     }
 
     fn modules(&self) -> [&'static str; 3] {
@@ -149,7 +156,13 @@ mod tests {
         }
         let neox = &ClassNames::GPT_NEOX;
         assert_eq!([neox.usual("embed_in"), neox.usual("embed_out")], ["embed_tokens", "lm_head"]);
-        assert_eq!([neox.word("norm"), neox.word("lm_head")], ["final_layer_norm", "lm_head"]);
+        assert_eq!([neox.word("norm"), neox.word("lm_head")], ["norm", "lm_head"]);
+        assert_eq!([neox.usual("final_layer_norm"), neox.usual("norm")], ["model.norm", "norm"]);
+        assert_eq!(ClassNames::USUAL.usual("norm"), "norm");
+        let falcon = &ClassNames::FALCON;
+        assert_eq!(falcon.usual("h.0.mlp.dense_4h_to_h"), "layers.0.mlp.dense_4h_to_h");
+        assert_eq!(falcon.word("layers.0.mlp.dense_4h_to_h"), "h.0.mlp.dense_4h_to_h");
+        assert_eq!(ClassNames::of(["base_model.model.embed_out.lora_A.weight"]), neox);
         assert_eq!([neox.usual("dense"), neox.word("dense")], ["dense", "dense"]);
         assert_eq!(ClassNames::of(["base_model.model.gpt_neox.layers.0.x"]), neox);
         assert_eq!(ClassNames::of(["model.layers.0.x", "lm_head.weight"]), &ClassNames::USUAL);

@@ -34,6 +34,8 @@ impl PackedFormat {
         // Numbers in f32 are a run of their own type, which only scales have.
         let fits = zeros != GridZeros::AsScales || scales != ScaleDtype::F32;
         let fits = fits && rows > 0 && columns > 0 && groups <= 1 << 16;
+        // Blocks may exceed the matrix, but the elements of two of them fit into 64 bits.
+        let fits = fits && columns.checked_mul(row_block).is_some_and(|band| band.checked_mul(2).is_some());
         fits.then_some(GridFormat { codes, columns, row_block, column_block, scales, zeros, by_column })
     }
 }

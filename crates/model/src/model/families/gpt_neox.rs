@@ -8,7 +8,7 @@ use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, FusedQkv, ResidualPlan};
-use crate::model::config_reader::ConfigReader;
+use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::RopeContext;
 use crate::weights::ClassNames;
 
@@ -30,10 +30,18 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     if keys.bool_or("use_parallel_residual", true)? {
         block.residual = ResidualPlan::ParallelTwoNorms;
     }
-    let context = parts::rope_context(keys, sizes, keys.f64_or("rotary_emb_base", 1e4)?)?;
+    let theta = keys.f64_or("rotary_emb_base", 1e4)?;
     let partial = keys.f64_or("rotary_pct", 0.25)?;
-    let partial = keys.f64_or("partial_rotary_factor", partial)?;
-    let rope = parts::rope(keys, &RopeContext { partial, ..context })?;
+    // transformers reads no others for this class.
+    for (other, read, value) in
+        [("rope_theta", "rotary_emb_base", theta), ("partial_rotary_factor", "rotary_pct", partial)]
+    {
+        if let Some(found) = keys.opt_f64(other)?.filter(|found| *found != value) {
+            return Err(refused(other, found, &format!("{value}, as {read} says")));
+        }
+    }
+    let rope =
+        parts::rope(keys, &RopeContext { theta, partial, ..parts::rope_context(keys, sizes, theta)? })?;
     let composition = parts::llama_like(keys, vec![block; sizes.num_layers], rope)?;
     parts::with_layer_norms(keys, composition, "layer_norm_eps", true)
 }

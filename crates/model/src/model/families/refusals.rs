@@ -44,7 +44,10 @@ pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
 
 /// Refuses experts in a family that has none.
 pub(super) fn refuse_experts(keys: &ConfigReader<'_>) -> Result<()> {
-    refuse(keys, &EXPERTS, "choose a model without experts")
+    // One expert is an MLP.
+    let is_one = |key: &&str| keys.get(key).and_then(serde_json::Value::as_f64) == Some(1.0);
+    let several: Vec<&str> = EXPERTS.into_iter().filter(|key| !is_one(key)).collect();
+    refuse(keys, &several, "choose a model without experts")
 }
 
 fn refuse(keys: &ConfigReader<'_>, unsupported: &[&str], hint: &str) -> Result<()> {

@@ -200,6 +200,10 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
 fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo, StoredParts), String> {
     let StoredCodes { info, layout, shape: [rows, columns], kind: found } = codes_of(weight)?;
     let (scales, zeros) = (weight.required(SCALES)?, weight.of_module(ZEROS));
+    if found != Codes::Nvfp4 && weight.of_module(FACTOR).is_some() {
+        let found = found.name();
+        return Err(format!("weight_global_scale is present, and it is stored as {found}; accepted: nvfp4"));
+    }
     let mut causes = Vec::new();
     for scheme in schemes.iter().filter(|scheme| scheme.codes == found) {
         let [row_block, column_block] = [(scheme.block[0], rows), (scheme.block[1], columns)]

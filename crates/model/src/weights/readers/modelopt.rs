@@ -45,6 +45,9 @@ impl CheckpointFormat for ModelOpt {
 fn read(weight: &StoredWeight<'_, '_>) -> Result<(TensorInfo, StoredParts), String> {
     let codes = weight.codes()?;
     if codes.dtype == StoredDtype::F8E4M3 {
+        if weight.of_module(FACTOR).is_some() {
+            return Err("it is stored in F8_E4M3 with a weight_scale_2; accepted: in U8".to_owned());
+        }
         return fp8::read(weight, None);
     }
     expect("weight", codes, StoredDtype::U8, None)?;

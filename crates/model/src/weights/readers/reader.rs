@@ -251,7 +251,7 @@ impl StoredWeight<'_, '_> {
         }
         // Its value may not be available.
         match read_f32((self.bytes)(factor)).next().filter(|value| !value.is_normal()) {
-            Some(value) => Err(format!("{name} is {value}; accepted: finite numbers other than 0")),
+            Some(value) => Err(format!("{name} is {value}; accepted: normal numbers")),
             None => {
                 let StoredParts::Packed(mut parts) = parts else { return Ok((info, parts)) };
                 parts.factor = Some(ShardRange { shard: factor.shard, range: factor.range.clone() });
