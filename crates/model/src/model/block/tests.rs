@@ -1,10 +1,12 @@
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use candle_core::{CpuStorage, Device, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{Linear, Lora, Param, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{
+    Linear, Lora, Param, ParamSpec, Role, RotaryTables, TokenRows, WeightMatrix, modules, parameters,
+};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 
@@ -59,6 +61,8 @@ fn config(model: &str) -> ModelConfig {
 struct RandomParams {
     shapes: HashMap<String, Vec<usize>>,
     adapters: HashMap<String, LoraShape>,
+    /// Those that stay in f32.
+    buffers: HashSet<String>,
     dtype: DType,
 }
 
@@ -67,10 +71,12 @@ impl RandomParams {
         let layout = BlockLayout::new(config, 0);
         let adapters =
             layout.linears().filter_map(|module| Some((module.name_in(0), adapter(module)?))).collect();
+        let is_buffer = |spec: &ParamSpec| spec.role == Role::Buffer;
+        let buffers = parameters(config).into_iter().filter(is_buffer).map(|spec| spec.name).collect();
         let mut shapes: HashMap<String, Vec<usize>> =
             parameters(config).into_iter().map(|spec| (spec.name, spec.shape)).collect();
         shapes.extend(modules(config).into_iter().map(|module| (module.name, module.shape)));
-        RandomParams { shapes, adapters, dtype }
+        RandomParams { shapes, adapters, buffers, dtype }
     }
 }
 
@@ -82,7 +88,8 @@ fn normal(name: &str, shape: &[usize], dtype: DType) -> Result<Param> {
 
 impl ParamLookup for RandomParams {
     fn param(&self, name: &str) -> Result<Param> {
-        normal(name, &self.shapes[name], self.dtype)
+        let dtype = if self.buffers.contains(name) { DType::F32 } else { self.dtype };
+        normal(name, &self.shapes[name], dtype)
     }
 
     fn grad(&self, _: &str) -> Result<Option<TensorMut>> {
