@@ -5,9 +5,12 @@ use std::sync::Arc;
 
 use candle_core::DType;
 
+use super::memory::MemoryOptions;
 use crate::error::{Error, Result};
 use crate::loading::EngineOptions;
 use crate::model::{ModelConfig, fp8_weights};
+use crate::ops::matmul_fp8::Fp8Rows;
+use crate::parallel::{ParamDesc, ParamKind, ParamRole};
 use crate::recipe::Recipe;
 use crate::recipe::enums::BaseProducts;
 use crate::runtime::device;
@@ -17,6 +20,25 @@ pub(super) fn weights(recipe: &Recipe, config: &ModelConfig) -> Arc<BTreeSet<Str
     match recipe.train.base_products {
         BaseProducts::Dtype => Arc::default(),
         BaseProducts::Fp8 => Arc::new(fp8_weights(config).collect()),
+    }
+}
+
+impl MemoryOptions<'_> {
+    /// True if codes in fp8 are kept: the frozen weights are whole on the device.
+    pub(super) fn keeps_codes(&self) -> bool {
+        let role = ParamRole::Frozen;
+        !self.kind.sharding_spec(role).values.is_sharded() && !self.offload.has_values(role)
+    }
+
+    /// Returns the bytes of the kept codes of a parameter in fp8.
+    pub(super) fn codes(&self, desc: &ParamDesc) -> u64 {
+        let is_frozen = matches!(desc.kind, ParamKind::Frozen { .. } | ParamKind::Quantized(_));
+        match desc.global_shape() {
+            &[rows, width] if is_frozen && self.keeps_codes() && self.fp8.contains(&desc.name) => {
+                Fp8Rows::bytes(rows, width) as u64
+            }
+            _ => 0,
+        }
     }
 }
 

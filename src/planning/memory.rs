@@ -12,11 +12,9 @@ use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, Experts, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
-use crate::ops::matmul_fp8::Fp8Rows;
 use crate::optim::StateLayout;
 use crate::parallel::{
-    MeshShape, OffloadTarget, ParamDesc, ParamKind, ParamRole, Placements, ShardingStrategy, is_shareable,
-    trains_rows,
+    MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy, is_shareable, trains_rows,
 };
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
@@ -320,23 +318,6 @@ impl MemoryOptions<'_> {
             !self.offload.has_values(role) && is_shareable(self.kind, role, desc.segment, trains_rows);
         let ranks = if is_shared { self.frozen_ranks } else { 1 };
         (self.kind.sharding_spec(role).values.parts(0, self.mesh) * ranks) as u64
-    }
-
-    /// True if codes in fp8 are kept: the frozen weights are whole on the device.
-    fn keeps_codes(&self) -> bool {
-        let role = ParamRole::Frozen;
-        !self.kind.sharding_spec(role).values.is_sharded() && !self.offload.has_values(role)
-    }
-
-    /// Returns the bytes of the kept codes of a parameter in fp8.
-    pub(super) fn codes(&self, desc: &ParamDesc) -> u64 {
-        let is_frozen = matches!(desc.kind, ParamKind::Frozen { .. } | ParamKind::Quantized(_));
-        match desc.global_shape() {
-            &[rows, width] if is_frozen && self.keeps_codes() && self.fp8.contains(&desc.name) => {
-                Fp8Rows::bytes(rows, width) as u64
-            }
-            _ => 0,
-        }
     }
 }
 

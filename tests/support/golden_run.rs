@@ -167,8 +167,11 @@ pub(crate) fn follows_as(name: &str, split: Split, more: &[&str], variables: &[(
         (open(&output).unwrap(), open(&folder.join("adapter_final")).unwrap())
     };
     let difference = weights_difference(&ours, &theirs, trajectory["run"]["save_final"].as_array());
-    // The largest of all runs and instruction sets is 1.04e-4 (full_gpt-neox with the smallest set).
-    assert!(difference < 1.2e-4, "{name}: final weights differ by {difference}");
+    // AdamW divides by the roots of tiny gradients, so that rounding moves some biases of
+    // query_key_value; all other tensors of this run are the same within 2e-7 with each set of
+    // instructions.
+    let most = if name.starts_with("full_gpt-neox,") { 1.2e-4 } else { 1e-4 };
+    assert!(difference < most, "{name}: final weights differ by {difference}");
 }
 
 /// Repeats the golden run `name` with `more` flags and compares its steps: losses and gradient

@@ -13,11 +13,10 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::targets::{EXPERTS, PARAMETERS, ends_with_name};
-use super::{ModulePattern, NamePattern, Target, TargetSpec};
+use super::targets::{PARAMETERS, ends_with_name};
+use super::{ModulePattern, NamePattern, TargetSpec};
 use crate::error::input_file;
 use crate::error::{Error, ErrorContext as _, Result};
-use crate::model::Module;
 
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";
@@ -201,38 +200,6 @@ impl AdapterConfig {
         unknown.map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
     }
 
-    /// Names the modules of experts instead of the tensors of all experts, with the ranks and
-    /// alphas of `targets`, sorted by name.
-    pub(super) fn name_experts(&mut self, targets: &[Target], modules: &[Module]) {
-        self.target_parameters.clear();
-        let spec = &mut self.spec;
-        spec.target_modules = ModulePattern::Named(NamePattern::List(super::target_names(targets, modules)));
-        (spec.layers_to_transform, spec.exclude_modules) = (None, NamePattern::NONE);
-        spec.layers_pattern.clear();
-        // By last word of the name: the layers with their rank and alpha.
-        let mut of_experts: BTreeMap<&str, Vec<(&str, &Target)>> = BTreeMap::new();
-        for target in targets {
-            let Some((layer, after)) = target.name.split_once(EXPERTS) else { continue };
-            let layers = of_experts.entry(after.rsplit('.').next().unwrap_or(after)).or_default();
-            if layers.last().is_none_or(|(last, _)| *last != layer) {
-                layers.push((layer, target));
-            }
-        }
-        let (mut ranks, mut alphas) = (Vec::new(), Vec::new());
-        for (leaf, layers) in of_experts {
-            let same = layers.iter().all(|(_, of)| of.r == layers[0].1.r && of.alpha == layers[0].1.alpha);
-            for (layer, target) in if same { &layers[..1] } else { &layers[..] } {
-                let before = if same { String::new() } else { regex::escape(layer) + "\\." };
-                let key = format!("{before}experts\\.\\d+\\.{leaf}");
-                ranks.push((key.clone(), target.r));
-                alphas.push((key, target.alpha));
-            }
-        }
-        // The first pattern that matches counts.
-        spec.rank_pattern = with_first(ranks, &spec.rank_pattern, spec.r);
-        spec.alpha_pattern = with_first(alphas, &spec.alpha_pattern, spec.lora_alpha);
-    }
-
     /// Returns the same configuration with other names in its lists of modules.
     #[must_use]
     pub(super) fn translated(&self, name: impl Fn(&str) -> String) -> Self {
@@ -331,17 +298,6 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights> {
     Err(Error::user(format!("`init_lora_weights` is {found}, {effect}; {accepted}")).hint(hint))
 }
 
-/// Returns the patterns `first` before `others`, without those that change nothing: `usual` is the
-/// value of names without a pattern.
-fn with_first<T: Copy + PartialEq>(
-    first: Vec<(String, T)>,
-    others: &[(String, T)],
-    usual: T,
-) -> Vec<(String, T)> {
-    let changes = |(_, value): &(String, T)| !others.is_empty() || *value != usual;
-    first.into_iter().filter(changes).chain(others.iter().cloned()).collect()
-}
-
 /// Writes whole numbers like PEFT: 16, not 16.0.
 fn number(value: f64) -> Value {
     // Up to 2^53 every whole f64 is exact as an integer.
@@ -437,7 +393,8 @@ impl ConfigKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModuleKind;
+    use crate::adapter::Target;
+    use crate::model::{Module, ModuleKind};
 
     fn parse(extra: &str) -> Result<AdapterConfig> {
         let text = format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#);

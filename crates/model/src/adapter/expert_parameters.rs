@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 
 use super::targets::{EXPERTS, PARAMETERS, ends_with_name, targets_of};
 use super::tensors::{PREFIX, WEIGHTS_FILE, without_adapter};
-use super::{AdapterConfig, CONFIG_FILE, Target, TensorKind};
+use super::{AdapterConfig, CONFIG_FILE, ModulePattern, NamePattern, Target, TensorKind, target_names};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{ModelFiles, NameRules, TensorInfo};
 
@@ -94,6 +94,51 @@ pub(super) fn parameter_loras(
         }
     }
     Ok(all)
+}
+
+impl AdapterConfig {
+    /// Names the modules of experts instead of the tensors of all experts, with the ranks and
+    /// alphas of `targets`, sorted by name.
+    pub(super) fn name_experts(&mut self, targets: &[Target], modules: &[Module]) {
+        self.target_parameters.clear();
+        let spec = &mut self.spec;
+        spec.target_modules = ModulePattern::Named(NamePattern::List(target_names(targets, modules)));
+        (spec.layers_to_transform, spec.exclude_modules) = (None, NamePattern::NONE);
+        spec.layers_pattern.clear();
+        // By last word of the name: the layers with their rank and alpha.
+        let mut of_experts: BTreeMap<&str, Vec<(&str, &Target)>> = BTreeMap::new();
+        for target in targets {
+            let Some((layer, after)) = target.name.split_once(EXPERTS) else { continue };
+            let layers = of_experts.entry(after.rsplit('.').next().unwrap_or(after)).or_default();
+            if layers.last().is_none_or(|(last, _)| *last != layer) {
+                layers.push((layer, target));
+            }
+        }
+        let (mut ranks, mut alphas) = (Vec::new(), Vec::new());
+        for (leaf, layers) in of_experts {
+            let same = layers.iter().all(|(_, of)| of.r == layers[0].1.r && of.alpha == layers[0].1.alpha);
+            for (layer, target) in if same { &layers[..1] } else { &layers[..] } {
+                let before = if same { String::new() } else { regex::escape(layer) + "\\." };
+                let key = format!("{before}experts\\.\\d+\\.{leaf}");
+                ranks.push((key.clone(), target.r));
+                alphas.push((key, target.alpha));
+            }
+        }
+        // The first pattern that matches counts.
+        spec.rank_pattern = with_first(ranks, &spec.rank_pattern, spec.r);
+        spec.alpha_pattern = with_first(alphas, &spec.alpha_pattern, spec.lora_alpha);
+    }
+}
+
+/// Returns the patterns `first` before `others`, without those that change nothing: `usual` is the
+/// value of names without a pattern.
+fn with_first<T: Copy + PartialEq>(
+    first: Vec<(String, T)>,
+    others: &[(String, T)],
+    usual: T,
+) -> Vec<(String, T)> {
+    let changes = |(_, value): &(String, T)| !others.is_empty() || *value != usual;
+    first.into_iter().filter(changes).chain(others.iter().cloned()).collect()
 }
 
 /// LoRA on one tensor of all experts of a layer.

@@ -5,7 +5,7 @@ use candle_core::Device;
 use super::*;
 use crate::ops::case::{CaseRunner, TensorPair};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
-use crate::ops::matmul_fp8::quantize_fp8;
+use crate::ops::matmul_fp8::{on_cpu, quantize_fp8};
 use crate::ops::matmul_quantized::Weight;
 
 /// Kernels and CPU make the same codes and scales, to the bit, of all kinds of numbers.
@@ -59,6 +59,12 @@ fn scales_after_a_product_are_those_of_the_product() -> Result<()> {
                 let run = |scales_rows| Emulator::run(EmulatorSchedule::default(), || product(scales_rows)).0;
                 let error = TensorPair::new(run(true)?, run(false)?).error()?;
                 assert!(error <= 1e-6, "{dtype:?} {form:?} from {start}: {error:e}");
+                // From a start that is not aligned, both products end in this kernel.
+                let dst = runner.normal("dst", (5, n + 16))?.here;
+                on_cpu(ColumnViewMut { tensor: &dst, start, len: n }, &a, &weight, form, addend)?;
+                let error = TensorPair::new(run(false)?, dst.into_tensor()).error()?;
+                let most = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+                assert!(error <= most, "{dtype:?} {form:?} from {start}, CPU: {error:e}");
                 assert_eq!(Emulator::launched().contains("scale_fp8_bf16"), dtype == DType::BF16);
             }
         }
