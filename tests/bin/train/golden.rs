@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
+use crate::exhaustive::each_third;
 use crate::golden_run::{self, ONE_RANK, golden, metrics, number};
 use finetune::weights::ModelFiles;
 use serde_json::Value;
@@ -215,7 +216,7 @@ fn qlora_in_bf16_follows_peft_on_bitsandbytes() {
 #[test]
 fn adapters_on_a_base_in_fp8_follow_peft() {
     let tiny = ["lora", "lora_qwen2", "lora_phi3", "dora", "qlora", "qdora"];
-    for name in tiny.into_iter().chain(["lora_qwen3-moe", "lora_deepseek-v3", "wide_lora"]) {
+    for name in each_third(tiny.into_iter().chain(["lora_qwen3-moe", "lora_deepseek-v3", "wide_lora"]), 2) {
         golden_run::follows_in_fp8(name, [2e-2, 1e-1], &[TWO_THREADS]);
     }
 }
@@ -242,9 +243,8 @@ fn full_in_bf16_without_masters_follows_transformers() {
 #[test]
 fn packed_products_in_bf16_follow_the_reference() {
     golden_run::follows_in_bf16("wide_lora", &[(ONE_THREAD, None), (TWO_THREADS, None)]);
-    follows_in_bf16("wide_qlora", None);
-    follows_in_bf16("wide_full", None);
-    follows_in_bf16("wide_full", Some("optimizer.master=none"));
+    let others = [("wide_qlora", None), ("wide_full", None), ("wide_full", Some("optimizer.master=none"))];
+    each_third(others, 2).into_iter().for_each(|(name, more)| follows_in_bf16(name, more));
 }
 
 fn lora_flags<'a>(output: &'a str, model: &'a str, data: &'a str, more: &[&'a str]) -> Vec<&'a str> {
