@@ -184,6 +184,8 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
 fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64> {
     config.blocks.iter().map(move |block| match &block.token_mixer {
         TokenMixer::Attention(attention) => {
+            // A token sees half of its block of tokens.
+            let row = attention.chunk.map_or(row, |chunk| row.min(chunk as f64));
             let seen = match attention.window {
                 Some(window) if (window as f64) < row => {
                     let window = window as f64;

@@ -126,6 +126,13 @@ fn sinks_and_experts_with_biases_follow_transformers_and_peft() {
     follows("full_gpt-oss");
 }
 
+/// Attention in blocks, queries that grow without positions, experts whose inputs are weighed.
+#[test]
+fn llama4_follows_transformers_and_peft() {
+    follows("lora_llama4");
+    follows("full_llama4");
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {

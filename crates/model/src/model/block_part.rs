@@ -30,7 +30,7 @@ pub enum BlockPart {
     ExpertGate(u16),
     /// The projection of an expert to the factor of the activated gate.
     ExpertUp(u16),
-    /// One projection of an expert to gate and up, whose rows alternate (gpt-oss).
+    /// One projection of an expert to gate and up (gpt-oss, Llama 4).
     ExpertGateUp(u16),
     /// The projection of an expert back to the width of the model.
     ExpertDown(u16),

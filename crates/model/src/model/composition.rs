@@ -189,6 +189,9 @@ pub struct AttentionMixer {
     /// The window: a token sees itself and the `window − 1` tokens before it. `None`: all before
     /// it.
     pub window: Option<usize>,
+    /// The length of blocks of tokens: a token sees those of its own block alone, up to itself
+    /// (Llama 4). `None`: one block.
+    pub chunk: Option<usize>,
     /// Index into [`ModelConfig::ropes`](super::ModelConfig).
     pub rope: usize,
     /// Factor on attention scores.
@@ -268,6 +271,8 @@ pub enum QkNormWidth {
     Head,
     /// Each head, after its rotation (Hunyuan).
     HeadAfterRope,
+    /// Each head, after its rotation, by a norm without a weight (Llama 4).
+    PlainHeadAfterRope,
     /// All heads together (OLMo 2).
     Whole,
 }
@@ -337,8 +342,13 @@ pub struct Experts {
     pub layer_biases: bool,
     /// The inner width of each expert.
     pub width: usize,
-    /// The activation of the gates. With [`Activation::ClampedSilu`] gate and up are one layer.
+    /// The activation of the gates.
     pub activation: Activation,
+    /// True if gate and up of an expert are one layer (gpt-oss, Llama 4). Its rows alternate with
+    /// [`Activation::ClampedSilu`]; otherwise gate comes first.
+    pub has_one_gate_up: bool,
+    /// True if the weights multiply the experts' inputs instead of their outputs (Llama 4).
+    pub weighs_inputs: bool,
     /// The coefficient of the loss that balances their load, in config.json.
     pub aux_coefficient: f64,
     /// The expert of every token, beside the chosen ones.

@@ -13,7 +13,6 @@ use super::composition::{
     AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
     QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
 };
-use crate::ops::glu::Activation;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
 /// The module of the last norm, in every family.
@@ -122,10 +121,11 @@ impl LayoutTable<'_> {
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
         let of_heads = |width: QkNormWidth| match width {
-            QkNormWidth::Head | QkNormWidth::HeadAfterRope => [heads.head_dim; 2],
-            QkNormWidth::Whole => [q, kv],
+            QkNormWidth::Head | QkNormWidth::HeadAfterRope => Some([heads.head_dim; 2]),
+            QkNormWidth::Whole => Some([q, kv]),
+            QkNormWidth::PlainHeadAfterRope => None,
         };
-        if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
+        if let Some([q, k]) = mixer.qk_norm.and_then(of_heads) {
             rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
         rows.extend(mixer.has_sinks.then(|| self.norm(P::Sinks, heads.num_heads, false)));
@@ -191,7 +191,7 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let (d, f) = (self.0.hidden_size, mixer.width);
         let of_expert = |e: u16| {
-            let inputs = if mixer.activation == Activation::ClampedSilu {
+            let inputs = if mixer.has_one_gate_up {
                 vec![self.linear(P::ExpertGateUp(e), (2 * f, d), false)]
             } else {
                 [P::ExpertGate(e), P::ExpertUp(e)].map(|part| self.linear(part, (f, d), false)).into()

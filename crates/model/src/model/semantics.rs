@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer, Values};
+use super::composition::{AttentionMixer, Experts, LatentMixer, QkNormWidth, TokenMixer, Values};
 use super::config::ModelConfig;
 use crate::ops::attention::Heads;
 use crate::ops::experts::{Router, RouterScores};
@@ -50,7 +50,7 @@ impl ModelConfig {
         let residual: Vec<String> =
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
         let of_experts = |experts: &Experts| {
-            let Experts { count, router, has_bias, .. } = experts;
+            let Experts { count, router, has_bias, weighs_inputs, .. } = experts;
             let Router { chosen, scores, renormalize, groups, factor } = router;
             let weights = if *renormalize { "renormalized" } else { "as they are" };
             let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
@@ -59,7 +59,8 @@ impl ModelConfig {
                 format!(", in {} of {} groups", groups.chosen, groups.count)
             });
             let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
-            format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}")
+            let inputs = if *weighs_inputs { ", of inputs" } else { "" };
+            format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}{inputs}")
         };
         let experts: Vec<String> = self.experts().map(of_experts).collect();
         let token_mixers: Vec<String> =
@@ -86,7 +87,11 @@ impl ModelConfig {
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
         match mixer {
             TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
-            TokenMixer::Attention(AttentionMixer { values: Values::Projected, .. }) => ATTENTION.to_owned(),
+            TokenMixer::Attention(AttentionMixer { values: Values::Projected, chunk, qk_norm, .. }) => {
+                let chunk = chunk.map_or_else(String::new, |chunk| format!(" in blocks of {chunk}"));
+                let is_normed = *qk_norm == Some(QkNormWidth::PlainHeadAfterRope);
+                format!("{ATTENTION}{chunk}{}", if is_normed { ", rotated heads normed" } else { "" })
+            }
             TokenMixer::Attention(AttentionMixer { heads, values, .. }) => {
                 let Heads { num_heads, num_kv_heads, head_dim } = heads;
                 let of = if *values == Values::NormedKeys { "keys" } else { "values" };

@@ -173,6 +173,8 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
         layer_biases: false,
         width,
         activation: parts::activation(keys)?,
+        has_one_gate_up: false,
+        weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: (shared > 0).then_some(SharedExpert { width: shared * width, has_gate: false }),
     })

@@ -30,6 +30,7 @@ mod granitemoehybrid;
 mod hunyuan;
 mod hunyuan_moe;
 mod llama;
+mod llama4;
 mod minimax_m2;
 mod ministral;
 mod ministral3;
@@ -117,6 +118,7 @@ static FAMILIES: &[&Architecture] = &[
     &ernie4_5_moe::ERNIE4_5_MOE,
     &hunyuan::HUNYUAN,
     &hunyuan_moe::HUNYUAN_MOE,
+    &llama4::LLAMA4,
 ];
 
 /// Returns all families.
@@ -195,8 +197,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "gemma4" | "gemma4_unified" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_5"
-        | "qwen3_5_moe" => {
+        "gemma3" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl" | "qwen3_vl"
+        | "qwen3_5" | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",

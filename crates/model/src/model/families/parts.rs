@@ -68,6 +68,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
     Ok(AttentionMixer {
         heads: sizes.heads,
         window: None,
+        chunk: None,
         rope: 0,
         scale: 1.0 / (sizes.heads.head_dim as f64).sqrt(),
         softcap: softcap(keys, "attn_logit_softcapping", None)?,
@@ -193,6 +194,8 @@ pub(super) fn plain_experts(
         layer_biases: false,
         width,
         activation: activation(keys)?,
+        has_one_gate_up: false,
+        weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: None,
     })

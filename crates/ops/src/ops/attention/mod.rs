@@ -45,6 +45,22 @@ impl Span {
         Span { q_start: start, q_len: len, k_start: start, k_len: len }
     }
 
+    /// Returns its parts in blocks of `chunk` keys, counted from its first key: attention over them
+    /// lets a token see its own block alone.
+    pub fn in_chunks(self, chunk: usize) -> impl Iterator<Item = Span> {
+        let first = self.k_len - self.q_len;
+        (first / chunk..self.k_len.div_ceil(chunk)).map(move |block| {
+            let start = block * chunk;
+            let (from, to) = (start.max(first), (start + chunk).min(self.k_len));
+            Span {
+                q_start: self.q_start + from - first,
+                q_len: to - from,
+                k_start: self.k_start + start,
+                k_len: to - start,
+            }
+        })
+    }
+
     /// Returns the keys (relative to `k_start`) that query `i` sees: `from..to`.
     fn visible(&self, i: usize, window: Option<usize>) -> (usize, usize) {
         let to = self.k_len - self.q_len + i + 1;
