@@ -200,5 +200,6 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
             2.0 * (latent.attended_widths() * latent.attention.heads.num_heads) as f64 * row / 2.0
         }
         TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
+        TokenMixer::ShortConv(conv) => 2.0 * (conv.channels * conv.kernel) as f64,
     })
 }

@@ -133,6 +133,15 @@ fn llama4_follows_transformers_and_peft() {
     follows("full_llama4");
 }
 
+/// Short convolutions between gates, and experts beside them.
+#[test]
+fn short_convolutions_follow_transformers_and_peft() {
+    for family in ["lfm2", "lfm2-moe"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {

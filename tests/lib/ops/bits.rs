@@ -7,7 +7,7 @@ use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
+use finetune::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
@@ -223,7 +223,7 @@ fn gated_delta_net_from(dtype: DType, first: usize, lengths: &[usize]) -> BTreeM
     let (a_log, dt_bias, norm) = (normal("a_log", 6), normal("dt_bias", 6), normal("norm", 32));
     let (dlog, dbias, dnorm) = (zeros(6), zeros(6), zeros(32));
 
-    let qkv = causal_conv(column(0, width), &w, &spans, None).unwrap();
+    let qkv = causal_conv(column(0, width), ConvWeight::silu(&w), &spans, None).unwrap();
     let (a, b) = (column(width + values, 6), column(width + values + 6, 6));
     let inputs = DeltaInputs { qkv: &qkv, a, b, a_log: &a_log, dt_bias: &dt_bias };
     let output = gated_delta(inputs, heads, &spans, None).unwrap();
@@ -236,7 +236,8 @@ fn gated_delta_net_from(dtype: DType, first: usize, lengths: &[usize]) -> BTreeM
     let grads = DeltaParamGrads { a_log: Some(&dlog), dt_bias: Some(&dbias) };
     let (da, db) = (to(width + values, 6), to(width + values + 6, 6));
     let dqkv = gated_delta_backward(inputs, &output, &dout, heads, &spans, grads, da, db).unwrap();
-    causal_conv_backward(column(0, width), &w, &dqkv, &spans, Some(&dw), to(0, width)).unwrap();
+    causal_conv_backward(column(0, width), ConvWeight::silu(&w), &dqkv, &spans, Some(&dw), to(0, width))
+        .unwrap();
     BTreeMap::from([
         ("causal_conv", qkv),
         ("gated_delta", output.out),

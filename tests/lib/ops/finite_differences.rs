@@ -8,7 +8,7 @@ use finetune::ops::attention::{
     AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
+use finetune::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
     score_targets,
@@ -208,7 +208,8 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
 
 #[test]
 fn of_experts() {
-    let sigmoid = Router { scores: RouterScores::Sigmoid, factor: 2.5, ..Router::softmax(3, true) };
+    let sigmoid =
+        Router { scores: RouterScores::Sigmoid, factor: 2.5, sum_offset: 0.25, ..Router::softmax(3, true) };
     let plain = Router { renormalize: false, ..sigmoid };
     for router in [Router::softmax(3, false), Router::softmax(3, true), sigmoid, plain] {
         let (tokens, experts) = (5, 7);
@@ -261,7 +262,7 @@ fn silu_f64(x: f64) -> f64 {
 }
 
 /// Convolves the rows of both spans.
-fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize)) -> Vec<f64> {
+fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize), has_silu: bool) -> Vec<f64> {
     let mut y = vec![0.0; x.len()];
     for span in TWO_SPANS {
         for (n, c) in
@@ -269,7 +270,7 @@ fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize)) -> Vec<f64> 
         {
             let terms = (0..taps).filter(|back| n >= span.q_start + back);
             let sum = terms.map(|back| x[(n - back) * channels + c] * w[c * taps + taps - 1 - back]).sum();
-            y[n * channels + c] = silu_f64(sum);
+            y[n * channels + c] = if has_silu { silu_f64(sum) } else { sum };
         }
     }
     y
@@ -281,11 +282,14 @@ fn of_causal_convolutions() {
     let (x, w, dy) = (normal("x", (8, 6)), normal("w", shape), normal("dy", (8, 6)));
     let (x64, w64, dy64) = (values(&x), values(&w), values(&dy));
     let view = ColumnView::all(&x);
-    close("y", &causal_conv(view, &w, &TWO_SPANS, None).unwrap(), &conv_f64(&x64, &w64, shape));
-    let (dx, dw) = (zeros((8, 6)), zeros(shape));
-    causal_conv_backward(view, &w, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
-    close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64, shape), &dy64)));
-    close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w, shape), &dy64)));
+    for conv in [ConvWeight::silu(&w), ConvWeight::plain(&w)] {
+        let conv_f64 = |x: &[f64], w: &[f64]| conv_f64(x, w, shape, conv.has_silu);
+        close("y", &causal_conv(view, conv, &TWO_SPANS, None).unwrap(), &conv_f64(&x64, &w64));
+        let (dx, dw) = (zeros((8, 6)), zeros(shape));
+        causal_conv_backward(view, conv, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
+        close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64), &dy64)));
+        close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w), &dy64)));
+    }
 }
 
 #[test]

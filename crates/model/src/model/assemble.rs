@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
     GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights,
-    SharedExpertWeights, TokenMixerWeights,
+    SharedExpertWeights, ShortConvWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, Experts, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer};
@@ -166,6 +166,12 @@ fn token_mixer(
     let param = |part: BlockPart| {
         optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
     };
+    // The weights of a convolution, `[channels, taps]` instead of `[channels, 1, taps]`.
+    let conv = |part: BlockPart, shape: (usize, usize)| -> Result<Param> {
+        let Param { value, grad } = param(part)?;
+        let grad = grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
+        Ok(Param { value: value.reshape(shape)?, grad })
+    };
     Ok(match mixer {
         TokenMixer::Attention(mixer) => {
             let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
@@ -184,20 +190,21 @@ fn token_mixer(
                 kv_up: up(BlockPart::LatentKvNorm, LinearGroup::KvUp)?,
             }))
         }
-        TokenMixer::GatedDelta(mixer) => {
-            let conv = param(BlockPart::DeltaConv)?;
-            let shape = (mixer.heads.conv_width(), mixer.conv_kernel);
-            let grad = conv.grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
-            TokenMixerWeights::GatedDelta(GatedDeltaWeights {
-                mixer,
-                input: qkv,
-                conv: Param { value: conv.value.reshape(shape)?, grad },
-                rate: param(BlockPart::DeltaRate)?,
-                step: param(BlockPart::DeltaStep)?,
-                norm: param(BlockPart::DeltaNorm)?,
-                out: o,
-            })
-        }
+        TokenMixer::ShortConv(mixer) => TokenMixerWeights::ShortConv(ShortConvWeights {
+            mixer,
+            input: qkv,
+            conv: conv(BlockPart::ConvTaps, (mixer.channels, mixer.kernel))?,
+            out: o,
+        }),
+        TokenMixer::GatedDelta(mixer) => TokenMixerWeights::GatedDelta(GatedDeltaWeights {
+            mixer,
+            input: qkv,
+            conv: conv(BlockPart::DeltaConv, (mixer.heads.conv_width(), mixer.conv_kernel))?,
+            rate: param(BlockPart::DeltaRate)?,
+            step: param(BlockPart::DeltaStep)?,
+            norm: param(BlockPart::DeltaNorm)?,
+            out: o,
+        }),
     })
 }
 

@@ -23,6 +23,7 @@ mod latent;
 mod mlp_and_experts;
 mod plain_mlp;
 mod shared_expert;
+mod short_conv;
 mod token_mixer;
 
 pub use attention::{AttentionWeights, KeyValueCache};
@@ -34,6 +35,7 @@ pub use latent::{LatentUp, LatentWeights};
 pub use mlp_and_experts::MlpAndExpertsWeights;
 pub use plain_mlp::PlainMlpWeights;
 pub use shared_expert::SharedExpertWeights;
+pub use short_conv::{ConvState, ShortConvWeights};
 pub use token_mixer::{BlockCache, TokenMixerWeights};
 
 use candle_core::{DType, Tensor};

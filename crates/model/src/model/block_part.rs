@@ -68,6 +68,12 @@ pub enum BlockPart {
     DeltaStep,
     /// The gated norm of each head's output.
     DeltaNorm,
+    /// The projection to the gates and the input of a short convolution.
+    ConvIn,
+    /// The weights of a short convolution.
+    ConvTaps,
+    /// The output projection of a short convolution.
+    ConvOut,
     /// Latent attention's projection to the latent of queries.
     LatentQ,
     /// Latent attention's projection to the latent of keys and values, and to the rotated part of
@@ -116,7 +122,7 @@ pub enum BlockPart {
 /// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearGroup {
-    /// Queries, keys and values; all first projections of latent attention and of Gated DeltaNet.
+    /// Queries, keys and values; all first projections of another token mixer.
     Qkv,
     /// Latent attention's queries from their latent.
     QUp,
@@ -169,7 +175,11 @@ impl BlockPart {
     /// linear layer.
     pub fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
-        router || matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
+        router
+            || matches!(
+                self,
+                BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::ConvTaps
+            )
     }
 
     /// Returns true for the biases of all experts, which are one parameter.
@@ -220,11 +230,12 @@ impl BlockPart {
             | BlockPart::DeltaA
             | BlockPart::DeltaQkvz
             | BlockPart::DeltaBa
+            | BlockPart::ConvIn
             | BlockPart::LatentQ
             | BlockPart::LatentKv => Some(LinearGroup::Qkv),
             BlockPart::LatentQUp => Some(LinearGroup::QUp),
             BlockPart::LatentKvUp => Some(LinearGroup::KvUp),
-            BlockPart::OProj | BlockPart::DeltaOut => Some(LinearGroup::O),
+            BlockPart::OProj | BlockPart::DeltaOut | BlockPart::ConvOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
             BlockPart::Router => Some(LinearGroup::Router),
@@ -243,6 +254,7 @@ impl BlockPart {
             | BlockPart::DeltaRate
             | BlockPart::DeltaStep
             | BlockPart::DeltaNorm
+            | BlockPart::ConvTaps
             | BlockPart::LatentQNorm
             | BlockPart::LatentKvNorm
             | BlockPart::QNorm

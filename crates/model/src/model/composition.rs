@@ -34,6 +34,8 @@ pub enum TokenMixer {
     Latent(LatentMixer),
     /// A recurrence with a state of fixed size.
     GatedDelta(DeltaMixer),
+    /// A convolution over a few tokens between two gates.
+    ShortConv(ShortConvMixer),
 }
 
 impl TokenMixer {
@@ -42,7 +44,7 @@ impl TokenMixer {
         match self {
             TokenMixer::Attention(attention) => Some(attention),
             TokenMixer::Latent(latent) => Some(&latent.attention),
-            TokenMixer::GatedDelta(_) => None,
+            TokenMixer::GatedDelta(_) | TokenMixer::ShortConv(_) => None,
         }
     }
 
@@ -62,6 +64,7 @@ impl TokenMixer {
                 q + mixer.kv_rank + mixer.rotated
             }
             TokenMixer::GatedDelta(mixer) => mixer.input_width(),
+            TokenMixer::ShortConv(mixer) => mixer.input_width(),
         }
     }
 
@@ -71,6 +74,7 @@ impl TokenMixer {
             TokenMixer::Attention(mixer) => mixer.heads.q_width(),
             TokenMixer::Latent(mixer) => mixer.attention.heads.num_heads * mixer.value,
             TokenMixer::GatedDelta(mixer) => mixer.heads.value_width(),
+            TokenMixer::ShortConv(mixer) => mixer.channels,
         }
     }
 }
@@ -235,6 +239,22 @@ impl DeltaMixer {
     }
 }
 
+/// A depthwise convolution over the last tokens, whose input and output gates multiply (LFM2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShortConvMixer {
+    /// The number of channels: the width of the hidden states.
+    pub channels: usize,
+    /// The number of tokens that an output reads.
+    pub kernel: usize,
+}
+
+impl ShortConvMixer {
+    /// Returns the width of its first projection: two gates and the input.
+    pub fn input_width(&self) -> usize {
+        3 * self.channels
+    }
+}
+
 /// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A head's query and key have `plain`
 /// columns and `rotated` ones; the rotated key is the same for all heads.
 ///
@@ -383,6 +403,12 @@ impl From<AttentionMixer> for TokenMixer {
 impl From<LatentMixer> for TokenMixer {
     fn from(mixer: LatentMixer) -> Self {
         TokenMixer::Latent(mixer)
+    }
+}
+
+impl From<ShortConvMixer> for TokenMixer {
+    fn from(mixer: ShortConvMixer) -> Self {
+        TokenMixer::ShortConv(mixer)
     }
 }
 

@@ -11,7 +11,7 @@ use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
     AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
-    QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
+    QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
@@ -169,6 +169,15 @@ impl LayoutTable<'_> {
         rows
     }
 
+    fn short_conv(&self, mixer: &ShortConvMixer) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, channels) = (self.0.hidden_size, mixer.channels);
+        let weights = WeightShape::Conv { channels, width: mixer.kernel };
+        let taps = BlockModule { weight: weights, ..self.norm(P::ConvTaps, 0, false) };
+        let input = self.linear(P::ConvIn, (mixer.input_width(), d), false);
+        vec![input, self.linear(P::ConvOut, (d, channels), false), taps]
+    }
+
     fn gated_mlp(&self, mixer: &GatedMlp) -> Vec<BlockModule> {
         use BlockPart as P;
         let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
@@ -269,6 +278,7 @@ impl BlockLayout {
             TokenMixer::Attention(mixer) => table.attention(mixer),
             TokenMixer::Latent(mixer) => table.latent(mixer),
             TokenMixer::GatedDelta(mixer) => table.gated_delta(mixer),
+            TokenMixer::ShortConv(mixer) => table.short_conv(mixer),
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),

@@ -12,7 +12,7 @@ use std::fmt::Debug;
 use super::composition::{AttentionMixer, Experts, LatentMixer, QkNormWidth, TokenMixer, Values};
 use super::config::ModelConfig;
 use crate::ops::attention::Heads;
-use crate::ops::experts::{Router, RouterScores};
+use crate::ops::experts::{Router, RouterScores, SUM_OFFSET};
 use crate::ops::gated_delta::DeltaHeads;
 
 /// Maximum length of a value in bytes; a longer one becomes its start and a digest.
@@ -51,7 +51,7 @@ impl ModelConfig {
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
         let of_experts = |experts: &Experts| {
             let Experts { count, router, has_bias, weighs_inputs, .. } = experts;
-            let Router { chosen, scores, renormalize, groups, factor } = router;
+            let Router { chosen, scores, renormalize, groups, factor, sum_offset } = router;
             let weights = if *renormalize { "renormalized" } else { "as they are" };
             let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
             let bias = if *has_bias { ", with a bias" } else { "" };
@@ -59,6 +59,8 @@ impl ModelConfig {
                 format!(", in {} of {} groups", groups.chosen, groups.count)
             });
             let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
+            let factor =
+                if *sum_offset == SUM_OFFSET { factor } else { format!("{factor}, sums and {sum_offset:?}") };
             let inputs = if *weighs_inputs { ", of inputs" } else { "" };
             format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}{inputs}")
         };
@@ -103,6 +105,7 @@ impl ModelConfig {
                 let width = plain + rotated;
                 format!("latent attention, {rotated} of {width} columns rotate {how}, epsilon {:?}", norm.eps)
             }
+            TokenMixer::ShortConv(conv) => format!("convolution over {} tokens", conv.kernel),
             TokenMixer::GatedDelta(delta) => {
                 let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
                 format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")

@@ -29,6 +29,8 @@ mod granitemoe;
 mod granitemoehybrid;
 mod hunyuan;
 mod hunyuan_moe;
+mod lfm2;
+mod lfm2_moe;
 mod llama;
 mod llama4;
 mod minimax_m2;
@@ -119,6 +121,8 @@ static FAMILIES: &[&Architecture] = &[
     &hunyuan::HUNYUAN,
     &hunyuan_moe::HUNYUAN_MOE,
     &llama4::LLAMA4,
+    &lfm2::LFM2,
+    &lfm2_moe::LFM2_MOE,
 ];
 
 /// Returns all families.
@@ -172,7 +176,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         embedding_factor: parts.embedding_factor,
         logit_factor: parts.logit_factor,
         logit_softcap: parts.logit_softcap,
-        tie_word_embeddings: keys.bool_or("tie_word_embeddings", family.ties_embeddings)?,
+        tie_word_embeddings: ties_embeddings(keys, family)?,
         pad_token_id: keys.opt_token("pad_token_id")?,
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
@@ -183,7 +187,15 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     Ok(config)
 }
 
+fn ties_embeddings(keys: &ConfigReader<'_>, family: &Architecture) -> Result<bool> {
+    let key = family.tie_key.filter(|key| keys.get(key).is_some());
+    keys.bool_or(key.unwrap_or("tie_word_embeddings"), family.ties_embeddings)
+}
+
 fn inner_width(keys: &ConfigReader<'_>, family: &Architecture, sizes: &ModelSizes) -> Result<usize> {
+    if let Some(read) = family.inner_width {
+        return read(keys);
+    }
     match (keys.opt_size(family.intermediate_size, MOST_WIDE)?, family.default_inner_width) {
         (None, Some(times)) => Ok(times * sizes.hidden_size),
         _ => keys.size(family.intermediate_size, MOST_WIDE),

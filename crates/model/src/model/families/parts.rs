@@ -41,6 +41,8 @@ pub(super) const fn architecture(
         class_names: &ClassNames::USUAL,
         num_kv_heads: None,
         default_inner_width: None,
+        inner_width: None,
+        tie_key: None,
         gguf: GgufFacts::usual(name),
     }
 }
@@ -234,7 +236,7 @@ pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
     Ok(NormKind { eps: epsilon(keys, "rms_norm_eps", 1e-6)?, unit_offset: false })
 }
 
-fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
+pub(super) fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
     match keys.f64_or(key, default)? {
         eps if (0.0..1.0).contains(&eps) => Ok(eps),
         other => Err(refused(key, other, "from 0 to below 1")),
@@ -420,6 +422,9 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::DeltaRate => "linear_attn.A_log",
         BlockPart::DeltaStep => "linear_attn.dt_bias",
         BlockPart::DeltaNorm => "linear_attn.norm",
+        BlockPart::ConvIn => "conv.in_proj",
+        BlockPart::ConvTaps => "conv.conv",
+        BlockPart::ConvOut => "conv.out_proj",
         BlockPart::AttnNorm | BlockPart::ParallelAttnNorm => "input_layernorm",
         // The second norm of a block has this name in all of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm | BlockPart::ParallelMlpNorm => {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
 use crate::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
+use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
 };
@@ -143,8 +143,8 @@ fn linear_attention_of_no_tokens(dtype: DType) -> Result<()> {
     let (x, dx, weight, dweight) =
         (zeros(0, 64, dtype)?, zeros(0, 64, dtype)?, zeros(64, 4, dtype)?, zeros(64, 4, DType::F32)?);
     let (view, to) = (ColumnView::all(&x), ColumnViewMut::all(&dx));
-    let qkv = causal_conv(view, &weight, &[], None)?;
-    causal_conv_backward(view, &weight, &qkv, &[], Some(&dweight), to)?;
+    let qkv = causal_conv(view, ConvWeight::silu(&weight), &[], None)?;
+    causal_conv_backward(view, ConvWeight::silu(&weight), &qkv, &[], Some(&dweight), to)?;
     let (a, b, da, db) = (zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?);
     let (param, grad) = (gain(2)?, gain(2)?);
     let [a, b] = [&a, &b].map(|gates| ColumnView::all(gates));

@@ -10,8 +10,8 @@ use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::attention_sinks;
 use crate::ops::case::TensorPair;
-use crate::ops::causal_conv;
 use crate::ops::causal_conv::cases::packed;
+use crate::ops::causal_conv::{self, ConvWeight};
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
@@ -295,7 +295,13 @@ fn activations_without_a_gate() -> Result<()> {
 #[test]
 fn weighted_experts() -> Result<()> {
     let groups = Some(ExpertGroups { count: 3, chosen: 2 });
-    let sigmoid = Router { scores: RouterScores::Sigmoid, groups, factor: 2.5, ..Router::softmax(3, true) };
+    let sigmoid = Router {
+        scores: RouterScores::Sigmoid,
+        groups,
+        factor: 2.5,
+        sum_offset: 0.25,
+        ..Router::softmax(3, true)
+    };
     let grouped = Router { groups, factor: 1.5, ..Router::softmax(3, true) };
     for router in [
         Router::softmax(3, false),
@@ -367,16 +373,20 @@ fn causal_convolutions() -> Result<()> {
             let weights = w.narrow(1, taps - 1 - (n - m), 1)?.t()?;
             sum = (sum + x.narrow(0, m, 1)?.mul(&weights)?)?;
         }
-        rows.push((&sum / (sum.neg()?.exp()? + 1.0)?)?);
+        rows.push(sum);
     }
-    let y = Tensor::cat(&rows, 0)?;
+    let sums = Tensor::cat(&rows, 0)?;
+    let silu = (&sums / (sums.neg()?.exp()? + 1.0)?)?;
     let view = ColumnView::all(&x);
-    close("y", &causal_conv::reference(view, &w, &spans, None)?, &y)?;
-    let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
-    let (dx, dw) = (zeros((15, channels))?, zeros((channels, taps))?);
-    causal_conv::reference_backward(view, &w, &dy, &spans, Some(&dw), ColumnViewMut::all(&dx))?;
-    close("dx", &dx, &want_dx)?;
-    close("dw", &dw, &want_dw)
+    for (conv, y) in [(ConvWeight::silu(&w), silu), (ConvWeight::plain(&w), sums)] {
+        close("y", &causal_conv::reference(view, conv, &spans, None)?, &y)?;
+        let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
+        let (dx, dw) = (zeros((15, channels))?, zeros((channels, taps))?);
+        causal_conv::reference_backward(view, conv, &dy, &spans, Some(&dw), ColumnViewMut::all(&dx))?;
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+    }
+    Ok(())
 }
 
 #[test]

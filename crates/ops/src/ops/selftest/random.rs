@@ -241,8 +241,9 @@ proptest! {
     fn causal_convolutions(
         (lengths, gap, channels) in (vec(1..90_usize, 1..4), 0..3_usize, widths(1)),
         (margin, trained, run) in (0..20_usize, any::<bool>(), runs()),
+        (taps, has_silu) in (3..5_usize, any::<bool>()),
     ) {
-        let case = ConvCase { lengths, gap, channels, taps: 4, margin, trained };
+        let case = ConvCase { lengths, gap, channels, taps, margin, trained, has_silu };
         check(case.cases(""), run, "causal_conv")?;
     }
 
