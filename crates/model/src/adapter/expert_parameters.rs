@@ -286,7 +286,8 @@ fn transposed_part_of(lora: &ParameterLora, module: &Module, (expert, count): (u
                 shape: [usize; 2],
                 first,
                 [row_step, column_step]: [usize; 2]| {
-        let info = TensorInfo { shape: shape.into(), ..info.clone() };
+        let mut info = info.clone();
+        info.shape = shape.into();
         ExpertPart { name: name.clone(), info, first, row_step, column_step }
     };
     let own_a = part((b_name, b), [r, b.shape[0]], expert, [count, r * count]);

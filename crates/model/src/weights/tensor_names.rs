@@ -49,7 +49,7 @@ const HEAD: &str = "lm_head";
 
 /// The ends of the names of values that no optimizer updates: biases that routers add to scores,
 /// and factors on the outputs of blocks. Outputs keep their dtype.
-const BUFFERS: [&str; 2] = [".e_score_correction_bias", ".layer_scalar"];
+const BUFFERS: [&str; 3] = [".e_score_correction_bias", ".expert_bias", ".layer_scalar"];
 
 /// Returns the dtype in which an output has the tensor `name`, stored as `stored`, if `dtype` is
 /// asked for.
