@@ -132,7 +132,7 @@ pub fn linear_weights(config: &ModelConfig) -> usize {
 fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockModule) -> bool) -> usize {
     let weights = |module: &BlockModule| match module.weight {
         WeightShape::Matrix { out, inputs } => out * inputs,
-        WeightShape::Gain(_) | WeightShape::Conv { .. } => 0,
+        WeightShape::Gain(_) | WeightShape::Scalar | WeightShape::Conv { .. } => 0,
     };
     let layout = BlockLayout::new(config, layer);
     layout.active_linears(config, layer).filter(|module| is_chosen(module)).map(weights).sum()

@@ -142,6 +142,13 @@ fn short_convolutions_follow_transformers_and_peft() {
     }
 }
 
+/// An activation with learned curvatures.
+#[test]
+fn xielu_follows_transformers_and_peft() {
+    follows("lora_apertus");
+    follows("full_apertus");
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {

@@ -74,6 +74,7 @@ fn families_follow_transformers_and_peft() {
         "gemma4-moe",
         "llama4",
         "lfm2-moe",
+        "apertus",
     ];
     let of_family = |family| ["lora", "full"].map(|method| format!("{method}_{family}"));
     let on = |name: String| [ON_2[0], ON_2[2]].map(|split| (name.clone(), split));

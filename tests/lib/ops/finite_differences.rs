@@ -25,6 +25,7 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
+use finetune::ops::xielu::{xielu, xielu_backward};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
 
@@ -163,6 +164,31 @@ fn activated_f64(x: &[f64], activation: PlainActivation) -> Vec<f64> {
 }
 
 #[test]
+fn of_xielus() {
+    let curve = Tensor::new(&[0.8f32, 1.3, 0.5, -1e-6], &Device::Cpu).unwrap();
+    let act = |x: f64, c: &[f64]| {
+        let curved = if x > 0.0 { c[0] * x * x } else { c[1] * (x.min(c[3]).exp_m1() - x) };
+        curved + c[2] * x
+    };
+    for spread in [0.05, 2.0] {
+        let (x, dh) = ((normal("x", (3, 18)) * spread).unwrap(), normal("dh", (3, 18)));
+        let (x64, dh64, curve64) = (values(&x), values(&dh), values(&curve));
+        let h: Vec<f64> = x64.iter().map(|x| act(*x, &curve64)).collect();
+        close("h", &xielu(&x, &curve).unwrap(), &h);
+        let dcurve = zeros(2);
+        let dx = xielu_backward(&x, &TensorMut::new(dh), &curve, Some(&dcurve)).unwrap();
+        // Each result depends on one value.
+        let of = |(x, dh): (&f64, &f64)| differences(&[*x], |x| dh * act(x[0], &curve64))[0];
+        close("dx", &dx, &x64.iter().zip(&dh64).map(of).collect::<Vec<_>>());
+        let sum = |c: &[f64]| {
+            let all = [c, &curve64[2..]].concat();
+            x64.iter().zip(&dh64).map(|(x, dh)| dh * act(*x, &all)).sum::<f64>()
+        };
+        close("dcurve", &dcurve, &differences(&curve64[..2], sum));
+    }
+}
+
+#[test]
 fn of_activations() {
     for activation in [PlainActivation::Relu2, PlainActivation::Gelu, PlainActivation::GeluTanh] {
         let (x, dh) = ((normal("x", (3, 18)) * 2.0).unwrap(), normal("dh", (3, 18)));
@@ -194,7 +220,7 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
         order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         let sum_of = |ids: &[usize]| ids.iter().map(|id| score(logits[*id])).sum::<f64>();
         let sum = match router.scores {
-            _ if router.renormalize => sum_of(&order[..k]),
+            _ if router.renormalize => sum_of(&order[..k]) + f64::from(router.sum_offset),
             RouterScores::Softmax => sum_of(&order),
             RouterScores::Sigmoid => 1.0,
         };

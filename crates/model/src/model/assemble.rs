@@ -5,12 +5,14 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
-    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights,
-    SharedExpertWeights, ShortConvWeights, TokenMixerWeights,
+    ActivationWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
+    GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights,
+    PlainMlpWeights, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
 };
-use super::block_part::{BlockPart, LinearGroup};
-use super::composition::{ChannelMixer, Experts, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer};
+use super::block_part::{BlockPart, LinearGroup, XIELU};
+use super::composition::{
+    ChannelMixer, Experts, MlpActivation, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer,
+};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
@@ -226,6 +228,19 @@ fn channel_mixer(
             mixer,
             up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
+            activation: match mixer.activation {
+                MlpActivation::Fixed(activation) => ActivationWeights::Fixed(activation),
+                MlpActivation::Xielu => {
+                    let [positive, negative, beta, eps] = XIELU.map(|part| -> Result<Param> {
+                        optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
+                    });
+                    ActivationWeights::Xielu(XieluWeights {
+                        alphas: [positive?, negative?],
+                        beta: beta?.value,
+                        eps: eps?.value,
+                    })
+                }
+            },
         }),
         ChannelMixer::Experts(mixer) => {
             ChannelMixerWeights::Experts(Box::new(experts(mixer, linears, optional)?))

@@ -117,7 +117,19 @@ pub enum BlockPart {
     ExpertFactors,
     /// The stored number that multiplies the block's output.
     OutputFactor,
+    /// The number whose softplus is the curvature of xIELU above 0.
+    XieluPositive,
+    /// The number whose softplus, plus the slope at 0, is its curvature below 0.
+    XieluNegative,
+    /// Its slope at 0.
+    XieluBeta,
+    /// The bound of its exponent.
+    XieluEps,
 }
+
+/// The parameters of xIELU: both curvatures, the slope at 0, and the bound of the exponent.
+pub(super) const XIELU: [BlockPart; 4] =
+    [BlockPart::XieluPositive, BlockPart::XieluNegative, BlockPart::XieluBeta, BlockPart::XieluEps];
 
 /// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -171,11 +183,13 @@ impl BlockPart {
         self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
-    /// Returns true for a parameter of a recurrence or a router that is no norm and no matrix of a
-    /// linear layer.
+    /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and no
+    /// matrix of a linear layer.
     pub fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
+        let curvature = matches!(self, BlockPart::XieluPositive | BlockPart::XieluNegative);
         router
+            || curvature
             || matches!(
                 self,
                 BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::ConvTaps
@@ -194,7 +208,8 @@ impl BlockPart {
 
     /// Returns true for values that no optimizer updates.
     pub fn is_buffer(self) -> bool {
-        matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
+        let scalar = matches!(self, BlockPart::XieluBeta | BlockPart::XieluEps);
+        scalar || matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
     }
 
     /// Returns the name of its parameter, given the name of its module: `…q_proj.weight`. Some
@@ -206,6 +221,10 @@ impl BlockPart {
             | BlockPart::RouterBias
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
+            | BlockPart::XieluPositive
+            | BlockPart::XieluNegative
+            | BlockPart::XieluBeta
+            | BlockPart::XieluEps
             | BlockPart::OutputFactor => module.to_owned(),
             BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias | BlockPart::Sinks => module.to_owned(),
             _ => format!("{module}.weight"),
@@ -270,6 +289,10 @@ impl BlockPart {
             | BlockPart::ExpertsOutNorm
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
+            | BlockPart::XieluPositive
+            | BlockPart::XieluNegative
+            | BlockPart::XieluBeta
+            | BlockPart::XieluEps
             | BlockPart::OutputFactor => None,
         }
     }

@@ -119,7 +119,10 @@ impl ChannelMixer {
     pub(super) fn activation(&self) -> String {
         match self {
             ChannelMixer::GatedMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
-            ChannelMixer::PlainMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+            ChannelMixer::PlainMlp(PlainMlp { activation: MlpActivation::Xielu, .. }) => "xielu".to_owned(),
+            ChannelMixer::PlainMlp(PlainMlp { activation: MlpActivation::Fixed(activation), .. }) => {
+                format!("{activation:?}").to_lowercase()
+            }
             ChannelMixer::Experts(experts) | ChannelMixer::MlpAndExperts(MlpAndExperts { experts, .. }) => {
                 format!("{:?}", experts.activation).to_lowercase()
             }
@@ -336,11 +339,20 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
+/// The activation of an MLP without a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MlpActivation {
+    /// One without parameters.
+    Fixed(PlainActivation),
+    /// xIELU, whose two curvatures each block learns (Apertus).
+    Xielu,
+}
+
 /// An MLP without a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlainMlp {
     /// The activation of the first projection's output.
-    pub activation: PlainActivation,
+    pub activation: MlpActivation,
     /// True if up and down have biases.
     pub bias: bool,
 }

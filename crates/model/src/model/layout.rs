@@ -8,10 +8,10 @@
 use std::sync::Arc;
 
 use super::ModelConfig;
-use super::block_part::BlockPart;
+use super::block_part::{BlockPart, XIELU};
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
-    QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation, MlpAndExperts,
+    PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
@@ -30,6 +30,8 @@ pub enum WeightShape {
     },
     /// A norm's gain, or one value per head.
     Gain(usize),
+    /// One number.
+    Scalar,
     /// The weights of a depthwise convolution.
     Conv {
         /// The number of channels.
@@ -40,12 +42,13 @@ pub enum WeightShape {
 }
 
 impl WeightShape {
-    /// Returns the shape in the checkpoint: `[out, in]`, `[n]` for a gain, `[channels, 1, width]`
-    /// for a convolution.
+    /// Returns the shape in the checkpoint: `[out, in]`, `[n]` for a gain, `[]` for a number,
+    /// `[channels, 1, width]` for a convolution.
     pub fn dims(self) -> Vec<usize> {
         match self {
             WeightShape::Matrix { out, inputs } => vec![out, inputs],
             WeightShape::Gain(len) => vec![len],
+            WeightShape::Scalar => Vec::new(),
             WeightShape::Conv { channels, width } => vec![channels, 1, width],
         }
     }
@@ -55,6 +58,7 @@ impl WeightShape {
         match self {
             WeightShape::Matrix { out, .. } => out,
             WeightShape::Gain(len) => len,
+            WeightShape::Scalar => 1,
             WeightShape::Conv { channels, .. } => channels,
         }
     }
@@ -193,7 +197,14 @@ impl LayoutTable<'_> {
     fn plain_mlp(&self, mixer: &PlainMlp) -> Vec<BlockModule> {
         let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
         let layers = [(BlockPart::UpProj, (f, d)), (BlockPart::DownProj, (d, f))];
-        layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into()
+        let mut rows: Vec<_> = layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into();
+        if mixer.activation == MlpActivation::Xielu {
+            let shape =
+                |part: BlockPart| if part.is_buffer() { WeightShape::Scalar } else { WeightShape::Gain(1) };
+            let number = |part| BlockModule { weight: shape(part), ..self.norm(part, 1, false) };
+            rows.extend(XIELU.map(number));
+        }
+        rows
     }
 
     fn experts(&self, mixer: &Experts) -> Vec<BlockModule> {

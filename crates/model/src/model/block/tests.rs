@@ -14,7 +14,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 32] = [
+const MODELS: [&str; 33] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -58,6 +58,7 @@ const MODELS: [&str; 32] = [
     r#""model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": false"#,
     r#""model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, "num_experts": 3,
         "num_experts_per_tok": 3, "moe_intermediate_size": 8, "conv_L_cache": 4"#,
+    r#""model_type": "apertus""#,
 ];
 
 fn config(model: &str) -> ModelConfig {

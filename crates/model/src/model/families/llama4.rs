@@ -146,3 +146,72 @@ fn module_name(part: BlockPart) -> &'static str {
         other => parts::llama_name(other),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, Value, json};
+
+    use crate::error::Result;
+    use crate::model::ModelConfig;
+
+    fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let plain = json!({ "model_type": "llama4_text", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8,
+            "intermediate_size_mlp": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 4 });
+        let mut keys: Map<String, Value> = plain.as_object().cloned().unwrap_or_default();
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    #[test]
+    fn layers_are_those_of_transformers() {
+        let of = |changes: &[(&str, Value)]| {
+            let config = config(changes).expect("a model");
+            let of_layer = |attention: &crate::model::AttentionMixer| (attention.chunk, attention.rope);
+            config.attentions().map(of_layer).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            of(&[("no_rope_layers", json!([])), ("no_rope_layer_interval", json!(2))]),
+            [(Some(8192), 0), (None, 1)]
+        );
+        assert_eq!(
+            of(&[("no_rope_layers", json!([0, 1])), ("attention_chunk_size", json!(6))]),
+            [(None, 1), (Some(6), 0)]
+        );
+        assert_eq!(of(&[("attention_chunk_size", Value::Null)]), [(None, 0), (None, 0)]);
+        let experts = |changes: &[(&str, Value)]| config(changes).expect("a model").experts().count();
+        assert_eq!(experts(&[]), 2);
+        assert_eq!(experts(&[("interleave_moe_layer_step", json!(2))]), 1);
+        assert_eq!(experts(&[("moe_layers", json!([]))]), 0);
+    }
+
+    #[test]
+    fn the_first_files_have_a_number_for_growing_queries() {
+        let grows = |value: Value| {
+            let rope = config(&[("attn_temperature_tuning", value)]).expect("a model").ropes.remove(1);
+            rope.query_growth.is_some()
+        };
+        assert_eq!([json!(4), json!(0), json!(true), json!(false)].map(grows), [true, false, true, false]);
+    }
+
+    /// Each would train another model than config.json describes.
+    #[test]
+    fn what_is_not_computed_is_refused_by_key() {
+        for (key, value) in [
+            ("attention_chunk_size", json!(0)),
+            ("floor_scale", json!(0)),
+            ("attn_scale", json!(-0.1)),
+            ("moe_layers", json!([2])),
+            ("no_rope_layers", json!([2, 1])),
+            ("layer_types", json!(["sliding_attention", "full_attention"])),
+            ("num_experts_per_tok", json!(17)),
+            ("hidden_act", json!("relu")),
+        ] {
+            let refused = config(&[(key, value.clone())]).expect_err("another model");
+            assert!(refused.causes().iter().any(|cause| cause.contains(key)), "{key} {value}: {refused:?}");
+        }
+        let kinds = ("layer_types", json!(["chunked_attention", "full_attention"]));
+        let refused = config(&[("attention_chunk_size", Value::Null), kinds]).expect_err("no length");
+        assert!(refused.to_string().contains("attention_chunk_size"), "{refused}");
+    }
+}

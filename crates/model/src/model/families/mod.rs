@@ -5,6 +5,7 @@
 //! facts. `parts` holds the readers that families share. If config.json needs a feature that
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
+mod apertus;
 mod arcee;
 mod architecture;
 mod cohere;
@@ -123,6 +124,7 @@ static FAMILIES: &[&Architecture] = &[
     &llama4::LLAMA4,
     &lfm2::LFM2,
     &lfm2_moe::LFM2_MOE,
+    &apertus::APERTUS,
 ];
 
 /// Returns all families.
@@ -323,6 +325,14 @@ mod tests {
             ("cohere2", "layer_types", json!(["sliding_attention"])),
             ("hunyuan_v1_dense", "use_qk_norm", json!(false)),
             ("hunyuan_v1_dense", "use_cla", json!(true)),
+            ("lfm2", "conv_bias", json!(true)),
+            ("lfm2", "conv_L_cache", json!(1)),
+            ("lfm2", "full_attn_idxs", json!([2])),
+            ("lfm2", "layer_types", json!(["mamba", "conv"])),
+            ("lfm2", "block_ffn_dim_multiplier", json!(0.0)),
+            ("lfm2", "norm_eps", json!(-1.0)),
+            ("apertus", "hidden_act", json!("silu")),
+            ("apertus", "mlp_bias", json!(true)),
         ] {
             let model = |changes: &[(&str, Value)]| {
                 let family = [("model_type", json!(family)), ("head_dim", json!(8))];

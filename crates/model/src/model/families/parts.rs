@@ -9,7 +9,7 @@ use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{
-    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, PlainMlp, Values,
+    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, MlpActivation, PlainMlp, Values,
 };
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
@@ -113,7 +113,7 @@ pub(super) fn plain_mlp_by(
             ));
         }
     };
-    Ok(PlainMlp { activation, bias })
+    Ok(PlainMlp { activation: MlpActivation::Fixed(activation), bias })
 }
 
 /// The keys of a family for its experts, and its defaults.
@@ -422,6 +422,10 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::DeltaRate => "linear_attn.A_log",
         BlockPart::DeltaStep => "linear_attn.dt_bias",
         BlockPart::DeltaNorm => "linear_attn.norm",
+        BlockPart::XieluPositive => "mlp.act_fn.alpha_p",
+        BlockPart::XieluNegative => "mlp.act_fn.alpha_n",
+        BlockPart::XieluBeta => "mlp.act_fn.beta",
+        BlockPart::XieluEps => "mlp.act_fn.eps",
         BlockPart::ConvIn => "conv.in_proj",
         BlockPart::ConvTaps => "conv.conv",
         BlockPart::ConvOut => "conv.out_proj",

@@ -186,6 +186,19 @@ mod tests {
     use super::*;
     use crate::runtime::rng::RngStream;
 
+    #[test]
+    fn blocks_count_from_the_first_key() {
+        let parts = |span: Span| span.in_chunks(4).collect::<Vec<_>>();
+        let whole = [Span::sequence(5, 4), Span::sequence(9, 4), Span::sequence(13, 2)];
+        assert_eq!(parts(Span::sequence(5, 10)), whole);
+        assert_eq!(parts(Span::sequence(5, 0)), []);
+        // Three tokens after six others.
+        let later = Span { q_start: 0, q_len: 3, k_start: 0, k_len: 9 };
+        let first = Span { q_start: 0, q_len: 2, k_start: 4, k_len: 4 };
+        let second = Span { q_start: 2, q_len: 1, k_start: 8, k_len: 1 };
+        assert_eq!(parts(later), [first, second]);
+    }
+
     /// Other devices use the composed form with tiles of queries; on the CPU only this test does.
     #[test]
     fn composed_in_tiles_is_composed_at_once() -> Result<()> {

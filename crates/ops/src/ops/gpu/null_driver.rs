@@ -25,6 +25,7 @@ use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::xielu::{xielu, xielu_backward};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
 use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
@@ -121,6 +122,9 @@ fn elements(dtype: DType) -> Result<()> {
     glu_backward(&gate_up, &h, Activation::Silu)?;
     activate(&x, PlainActivation::Relu2)?;
     activate_backward(&x, &h, PlainActivation::Relu2)?;
+    let (curve, dcurve) = (gain(4)?, gain(2)?);
+    xielu(&x, &curve)?;
+    xielu_backward(&x, &h, &curve, Some(&dcurve))?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::add_into(&x, &h)

@@ -32,7 +32,7 @@ use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{
     activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
-    rms_norm,
+    rms_norm, xielu,
 };
 use crate::quant::QuantFormat;
 
@@ -166,6 +166,14 @@ proptest! {
         (rows, half, run) in (1..40_usize, widths(8), runs()),
     ) {
         check(glu::cases::shaped("", activation, spread, (rows, half)), run, "glu")?;
+    }
+
+    #[test]
+    fn xielus(
+        (spread, trained) in (select(&[0.05, 1.0, 20.0][..]), any::<bool>()),
+        (shape, run) in ((1..40_usize, widths(8)), runs()),
+    ) {
+        check(xielu::cases::shaped("", spread, shape, trained), run, "xielu")?;
     }
 
     #[test]
