@@ -8,9 +8,10 @@
 //! ΔW_e = scale · B_e A_e      A: [E r, in], rows e r to (e + 1) r;  B: [out, r E], columns e, E + e, ...
 //! ```
 //!
-//! (peft 0.21 `ParamWrapper`.) Llama 4 stores `[E, D, 2F]` and `[E, F, D]`, but PEFT takes them for the
-//! above, so that `ΔW_e` is the transpose: its A has the width of outputs. Such a file is read as one adapter for each module of each expert.
-//! Gate and up then have A of their own, with the same values.
+//! (peft 0.21 `ParamWrapper`.) Llama 4 stores `[E, D, 2F]` and `[E, F, D]`, but PEFT takes them for
+//! the above, so that `ΔW_e` is the transpose: its A has the width of outputs. Such a file is read
+//! as one adapter for each module of each expert. Gate and up then have A of their own, with the
+//! same values.
 
 use std::collections::BTreeMap;
 

@@ -183,8 +183,8 @@ impl BlockPart {
         self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
-    /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and no
-    /// matrix of a linear layer.
+    /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and
+    /// no matrix of a linear layer.
     pub fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
         let curvature = matches!(self, BlockPart::XieluPositive | BlockPart::XieluNegative);

@@ -49,22 +49,7 @@ impl ModelConfig {
         // Texts of these families only: those of others are stored without them.
         let residual: Vec<String> =
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
-        let of_experts = |experts: &Experts| {
-            let Experts { count, router, has_bias, weighs_inputs, .. } = experts;
-            let Router { chosen, scores, renormalize, groups, factor, sum_offset } = router;
-            let weights = if *renormalize { "renormalized" } else { "as they are" };
-            let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
-            let bias = if *has_bias { ", with a bias" } else { "" };
-            let groups = groups.map_or_else(String::new, |groups| {
-                format!(", in {} of {} groups", groups.chosen, groups.count)
-            });
-            let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
-            let factor =
-                if *sum_offset == SUM_OFFSET { factor } else { format!("{factor}, sums and {sum_offset:?}") };
-            let inputs = if *weighs_inputs { ", of inputs" } else { "" };
-            format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}{inputs}")
-        };
-        let experts: Vec<String> = self.experts().map(of_experts).collect();
+        let experts: Vec<String> = self.experts().map(experts_text).collect();
         let token_mixers: Vec<String> =
             self.blocks.iter().map(|block| self.token_mixer_text(&block.token_mixer)).collect();
         let factors = [
@@ -112,6 +97,22 @@ impl ModelConfig {
             }
         }
     }
+}
+
+/// Returns the router's settings of a mixture.
+fn experts_text(experts: &Experts) -> String {
+    let Experts { count, router, has_bias, weighs_inputs, .. } = experts;
+    let Router { chosen, scores, renormalize, groups, factor, sum_offset } = router;
+    let weights = if *renormalize { "renormalized" } else { "as they are" };
+    let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
+    let bias = if *has_bias { ", with a bias" } else { "" };
+    let groups = groups
+        .map_or_else(String::new, |groups| format!(", in {} of {} groups", groups.chosen, groups.count));
+    let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
+    let factor =
+        if *sum_offset == SUM_OFFSET { factor } else { format!("{factor}, sums and {sum_offset:?}") };
+    let inputs = if *weighs_inputs { ", of inputs" } else { "" };
+    format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}{inputs}")
 }
 
 /// The text of attention without gates.

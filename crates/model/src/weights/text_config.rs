@@ -3,8 +3,8 @@
 //! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside
 //! `vision_config`). It computes texts without images like a text model of that family
 //! (transformers 5.24: `configuration_gemma3.py`, `configuration_gemma4.py`,
-//! `configuration_gemma4_unified.py`, `configuration_llama4.py`,
-//! `configuration_mistral3.py`, `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`, `configuration_qwen3_5.py`,
+//! `configuration_gemma4_unified.py`, `configuration_llama4.py`, `configuration_mistral3.py`,
+//! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`, `configuration_qwen3_5.py`,
 //! `configuration_qwen3_5_moe.py`).
 
 use serde_json::{Map, Value, json};

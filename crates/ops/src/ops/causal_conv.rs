@@ -4,8 +4,8 @@
 //! `s[n, c] = Σ_w weight[c, w] · x[n − (W − 1) + w, c]` over the inputs of the same span, `y =
 //! silu(s)` or `y = s`. All in f32, rounded once; no sum depends on another span.
 //!
-//! Backward, from `x` alone: `ds = dy · silu'(s)` or `ds = dy`, `dx[m] = Σ_w weight[w] · ds[m + (W − 1) − w]`,
-//! `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
+//! Backward, from `x` alone: `ds = dy · silu'(s)` or `ds = dy`, `dx[m] = Σ_w weight[w] · ds[m + (W
+//! − 1) − w]`, `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
 
 pub(super) mod cases;
 mod cuda;
@@ -103,7 +103,8 @@ pub fn causal_conv(
 }
 
 /// Writes the gradient of `x: [N, C]` to `dx: [N, C]`, given `conv: [C, W]` and `dy: [N, C]`, all
-/// but the weight in the same dtype. Adds the gradient of the weight to `dweight: [C, W]` f32, on the CPU also bf16.
+/// but the weight in the same dtype. Adds the gradient of the weight to `dweight: [C, W]` f32, on
+/// the CPU also bf16.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.

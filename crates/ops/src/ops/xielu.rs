@@ -6,9 +6,9 @@
 //! h = n · (exp(min(x, ε)) − 1 − x) + β · x    otherwise
 //! ```
 //!
-//! A curve `[4]` holds p, n, β and ε. Backward, from the saved `x` alone: `dx = dh · h'(x)`, `dp = Σ
-//! dh · x²` over the positive values and `dn = Σ dh · (exp(min(x, ε)) − 1 − x)` over the others. The
-//! same pass writes `h` again, for the gradient of the weight that multiplies `h`.
+//! A curve `[4]` holds p, n, β and ε. Backward, from the saved `x` alone: `dx = dh · h'(x)`, `dp =
+//! Σ dh · x²` over the positive values and `dn = Σ dh · (exp(min(x, ε)) − 1 − x)` over the others.
+//! The same pass writes `h` again, for the gradient of the weight that multiplies `h`.
 
 pub(super) mod cases;
 mod cuda;

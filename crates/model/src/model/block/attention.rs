@@ -5,14 +5,13 @@
 //! ```
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
-//! Those of Hunyuan and Llama 4 see each head after its rotation; Llama 4's have no weight. The rows of a fused projection may be grouped
-//! by key head (GPT-NeoX, Falcon).
-//! `factor?` grows with a query's position (ministral3). Tokens may attend within blocks alone, which
-//! then are spans of their own (Llama 4). `gate?` is the sigmoid of further outputs
-//! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have
-//! a norm of each head too, and be the projection to keys (Gemma 4), whose columns then stand twice
-//! in `qkv`. Backward recomputes rotated heads, normed values and gated outputs, which are
-//! elementwise.
+//! Those of Hunyuan and Llama 4 see each head after its rotation; Llama 4's have no weight. The
+//! rows of a fused projection may be grouped by key head (GPT-NeoX, Falcon). `factor?` grows with a
+//! query's position (ministral3). Tokens may attend within blocks alone, which then are spans of
+//! their own (Llama 4). `gate?` is the sigmoid of further outputs of `q_proj` (Qwen3.5). `sink?` is
+//! a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be
+//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes
+//! rotated heads, normed values and gated outputs, which are elementwise.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -345,8 +344,8 @@ impl AttentionWeights {
         self.norms_of(QkNormWidth::Whole)
     }
 
-    /// Returns the same of norms of each rotated head. Norms without a weight have ones in the dtype
-    /// of `like`.
+    /// Returns the same of norms of each rotated head. Norms without a weight have ones in the
+    /// dtype of `like`.
     fn norms_after_rope(&self, like: &Tensor) -> Result<Vec<(usize, usize, Param)>> {
         let heads = self.mixer.heads;
         if self.mixer.qk_norm == Some(QkNormWidth::PlainHeadAfterRope) {

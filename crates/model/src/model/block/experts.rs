@@ -9,9 +9,9 @@
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
 //! output: it is linear, and the gradient of a weight then needs no output. `bias_j?` are its
 //! biases (gpt-oss), one product of all experts' weights and biases. Stored factors may multiply
-//! the weights (Gemma 4). Llama 4's weights multiply `x` instead, which is kept for their gradients.
-//! Sums run in the order of the experts. Backward recomputes the gated
-//! products and the copies of the rows.
+//! the weights (Gemma 4). Llama 4's weights multiply `x` instead, which is kept for their
+//! gradients. Sums run in the order of the experts. Backward recomputes the gated products and the
+//! copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -1,7 +1,8 @@
 //! xIELU with the numbers of a block (Apertus), forward and backward.
 //!
 //! The curvatures are softplus(alpha_p) and beta + softplus(alpha_n) (transformers 5.24,
-//! `XIELUActivation`). Each is one number, so that its chain rule is a few operations on the device.
+//! `XIELUActivation`). Each is one number, so that its chain rule is a few operations on the
+//! device.
 
 use candle_core::{DType, Tensor};
 

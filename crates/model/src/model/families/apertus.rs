@@ -1,5 +1,5 @@
-//! Apertus (8B, 70B): norms of queries and keys, and MLPs without a gate whose activation, xIELU, has
-//! learned curvatures.
+//! Apertus (8B, 70B): norms of queries and keys, and MLPs without a gate whose activation, xIELU,
+//! has learned curvatures.
 
 use serde_json::json;
 

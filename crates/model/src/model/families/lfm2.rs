@@ -1,5 +1,5 @@
-//! LFM2 (350M to 2.6B): short convolutions between gates in most layers, attention with normed heads
-//! in the others.
+//! LFM2 (350M to 2.6B): short convolutions between gates in most layers, attention with normed
+//! heads in the others.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;

@@ -1,5 +1,5 @@
-//! LFM2 with experts (8B-A1B): LFM2 whose MLPs, except in the first layers, are experts that a router
-//! of sigmoids chooses with a bias.
+//! LFM2 with experts (8B-A1B): LFM2 whose MLPs, except in the first layers, are experts that a
+//! router of sigmoids chooses with a bias.
 
 use super::architecture::{Architecture, Composition};
 use super::sizes::{MOST_WIDE, ModelSizes};

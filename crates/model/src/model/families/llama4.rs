@@ -1,5 +1,6 @@
-//! Llama 4 (Scout, Maverick), text only: attention within blocks of tokens, layers without positions
-//! whose queries grow instead, and experts whose inputs the router weighs, beside a shared one.
+//! Llama 4 (Scout, Maverick), text only: attention within blocks of tokens, layers without
+//! positions whose queries grow instead, and experts whose inputs the router weighs, beside a
+//! shared one.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;

@@ -380,6 +380,7 @@ pub(super) fn ropes_by_layer_type(
 
 /// Returns the name of a module in Llama's checkpoints, which most families share.
 pub(super) fn llama_name(part: BlockPart) -> &'static str {
+    use BlockPart as P;
     match part {
         BlockPart::QProj => "self_attn.q_proj",
         BlockPart::KProj => "self_attn.k_proj",
@@ -431,9 +432,7 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::ConvOut => "conv.out_proj",
         BlockPart::AttnNorm | BlockPart::ParallelAttnNorm => "input_layernorm",
         // The second norm of a block has this name in all of its roles.
-        BlockPart::AttnPostNorm | BlockPart::MlpNorm | BlockPart::ParallelMlpNorm => {
-            "post_attention_layernorm"
-        }
+        P::AttnPostNorm | P::MlpNorm | P::ParallelMlpNorm => "post_attention_layernorm",
         BlockPart::MlpPostNorm => "post_feedforward_layernorm",
         BlockPart::MlpOutNorm => "post_feedforward_layernorm_1",
         BlockPart::ExpertsNorm => "pre_feedforward_layernorm_2",
