@@ -28,6 +28,7 @@ use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use finetune::ops::stochastic_rounding::StochasticRounding;
+use finetune::ops::xielu::{xielu, xielu_backward};
 use finetune::ops::{Addend, ColumnViewMut, Transpose, matmul};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
@@ -142,6 +143,12 @@ fn elementwise(dtype: DType, results: &mut Results) {
         results.insert(names[0], bits(&activate(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
+    let curve = Tensor::new(&[0.8f32, 1.3, 0.5, -1e-6], &Device::Cpu).unwrap();
+    let (dh, dcurve) = (TensorMut::new(cast("dh", (200, 96), dtype)), zeros(2));
+    results.insert("xielu backward", bits(&xielu_backward(&x, &dh, &curve, Some(&dcurve)).unwrap()));
+    results.insert("xielu", bits(&xielu(&x, &curve).unwrap()));
+    assert_eq!(bits(&dh), results["xielu"]);
+    results.insert("xielu dcurve", bits(&dcurve));
     let router = Router::softmax(2, false);
     let logits = x.narrow(1, 0, 24).unwrap().contiguous().unwrap();
     let choice = choose_experts(&logits, None, router).unwrap();

@@ -305,7 +305,8 @@ fn weighted_experts() -> Result<()> {
             RouterScores::Sigmoid => candle_nn::ops::sigmoid(&logits)?,
         };
         let all = scores.gather(&choice.ids, 1)?;
-        let weights = if renormalize { all.broadcast_div(&all.sum_keepdim(1)?)? } else { all };
+        let sum = (all.sum_keepdim(1)? + f64::from(router.sum_offset))?;
+        let weights = if renormalize { all.broadcast_div(&sum)? } else { all };
         let weights = (weights * f64::from(router.factor))?;
         close("weights", &choice.weights, &weights)?;
         // Row r of x is the copy that stands there.
