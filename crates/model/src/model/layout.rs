@@ -30,7 +30,7 @@ pub enum WeightShape {
     },
     /// A norm's gain, or one value per head.
     Gain(usize),
-    /// One number.
+    /// A single number.
     Scalar,
     /// The weights of a depthwise convolution.
     Conv {
