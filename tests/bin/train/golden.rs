@@ -127,6 +127,29 @@ fn sinks_and_experts_with_biases_follow_transformers_and_peft() {
     follows("full_gpt-oss");
 }
 
+/// Attention in blocks, queries that grow without positions, experts whose inputs are weighed.
+#[test]
+fn llama4_follows_transformers_and_peft() {
+    follows("lora_llama4");
+    follows("full_llama4");
+}
+
+/// Short convolutions between gates, and experts beside them.
+#[test]
+fn short_convolutions_follow_transformers_and_peft() {
+    for family in ["lfm2", "lfm2-moe"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
+/// An activation with learned curvatures.
+#[test]
+fn xielu_follows_transformers_and_peft() {
+    follows("lora_apertus");
+    follows("full_apertus");
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {
