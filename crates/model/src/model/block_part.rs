@@ -111,6 +111,16 @@ pub enum BlockPart {
     ExpertFactors,
     /// The stored number that multiplies the block's output.
     OutputFactor,
+    /// The projection of the output of both mixers to the gate of the per-layer input.
+    PerLayerGate,
+    /// The projection of the gated per-layer input to the width of the model.
+    PerLayerProjection,
+    /// The norm on the projected per-layer input, before the residual sum.
+    PerLayerNorm,
+    /// The projection of embeddings to the per-layer inputs of all blocks, in the first block.
+    PerLayerModel,
+    /// The norm on these inputs of each block, in the first block.
+    PerLayerModelNorm,
 }
 
 /// Linear layers of a block that read the same input.
@@ -140,6 +150,12 @@ pub enum LinearGroup {
     SharedDown,
     /// The factor on the shared expert.
     SharedFactor,
+    /// The gate of the per-layer input.
+    PerLayerGate,
+    /// The projection of the gated per-layer input.
+    PerLayerProjection,
+    /// The projection of embeddings to the per-layer inputs of all blocks.
+    PerLayerModel,
 }
 
 impl BlockPart {
@@ -152,6 +168,12 @@ impl BlockPart {
             | BlockPart::ExpertDown(expert) => Some(expert),
             _ => None,
         }
+    }
+
+    /// Returns true for a part of the whole model that the first block computes: its name has no
+    /// block.
+    pub fn is_of_model(self) -> bool {
+        matches!(self, BlockPart::PerLayerModel | BlockPart::PerLayerModelNorm)
     }
 
     /// Returns true for the last layer of a channel mixer, whose output only a norm reads again.
@@ -227,6 +249,9 @@ impl BlockPart {
             BlockPart::OProj | BlockPart::DeltaOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
+            BlockPart::PerLayerGate => Some(LinearGroup::PerLayerGate),
+            BlockPart::PerLayerProjection => Some(LinearGroup::PerLayerProjection),
+            BlockPart::PerLayerModel => Some(LinearGroup::PerLayerModel),
             BlockPart::Router => Some(LinearGroup::Router),
             BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertGateUp(expert) => {
                 Some(LinearGroup::ExpertGateUp(expert))
@@ -258,6 +283,8 @@ impl BlockPart {
             | BlockPart::ExpertsOutNorm
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
+            | BlockPart::PerLayerNorm
+            | BlockPart::PerLayerModelNorm
             | BlockPart::OutputFactor => None,
         }
     }

@@ -35,18 +35,20 @@ mod stored;
 
 pub use assemble::ParamLookup;
 pub use block::{
-    AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights, DeltaState,
-    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights,
-    KeyValueCache, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights, SavedBytes,
+    AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, Carried, CarriedBackward,
+    CarriedGradients, ChannelMixerWeights, DeltaState, DropoutContext, ExpertBalance, ExpertWeights,
+    ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, KeyValueCache, LatentUp, LatentWeights, MixerNorms,
+    MlpAndExpertsWeights, PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SavedBytes,
     SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
-    LatentMixer, MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
+    LatentMixer, MlpAndExperts, PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, Sharing,
+    TokenMixer, Values,
 };
 pub use config::ModelConfig;
-pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
+pub use embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
 pub(crate) use families::families;
 pub use families::{
     Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
@@ -55,7 +57,8 @@ pub use families::{
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
 pub use layout::{
-    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts, unused_weights,
+    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, per_layer_modules, stacked_experts,
+    unused_weights,
 };
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer, Values};
+use super::composition::{AttentionMixer, Experts, LatentMixer, Sharing, TokenMixer, Values};
 use super::config::ModelConfig;
 use crate::ops::attention::Heads;
 use crate::ops::experts::{Router, RouterScores};
@@ -86,6 +86,9 @@ impl ModelConfig {
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
         match mixer {
             TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
+            TokenMixer::Attention(AttentionMixer { sharing: Sharing::Read { owner }, .. }) => {
+                format!("attention to the keys and values of block {owner}")
+            }
             TokenMixer::Attention(AttentionMixer { values: Values::Projected, .. }) => ATTENTION.to_owned(),
             TokenMixer::Attention(AttentionMixer { heads, values, .. }) => {
                 let Heads { num_heads, num_kv_heads, head_dim } = heads;
