@@ -25,9 +25,8 @@ impl BaseModel {
     /// # Errors
     /// The adapter cannot be read.
     pub fn adopt(&mut self, folder: &Path) -> Result<()> {
-        let config = &mut self.config;
-        config.vocab_size =
-            SavedAdapter::read(folder)?.vocab_size(config.vocab_size, config.tie_word_embeddings);
+        let (rows, tied) = (self.config.vocab_size, self.config.tie_word_embeddings);
+        self.set_rows(SavedAdapter::read(folder)?.vocab_size(rows, tied))?;
         if let Some(tokenizer) = TokenizerFiles::of_adapter(folder, &self.found.folder)? {
             self.tokenizer = tokenizer.folder;
         }
@@ -51,8 +50,23 @@ impl BaseModel {
         let mut tokenizer = self.tokenizer()?;
         let ids = tokenizer.add_tokens(texts)?;
         let rows = ids.iter().max().map_or(0, |id| *id as usize + 1);
-        self.config.vocab_size = self.config.vocab_size.max(rows);
+        self.set_rows(self.config.vocab_size.max(rows))?;
         Ok((tokenizer, ids))
+    }
+
+    /// Sets the number of rows of embedding and head.
+    fn set_rows(&mut self, rows: usize) -> Result<()> {
+        let config = &mut self.config;
+        if rows != config.vocab_size && config.per_layer_width(1) > 0 {
+            return Err(Error::user(format!("cannot use {rows} tokens with this model"))
+                .because(format!(
+                    "it has per-layer inputs, whose table has rows for its own {} tokens; finetune adds none",
+                    config.vocab_size
+                ))
+                .hint("use tokens that the model has, such as its unused ones"));
+        }
+        config.vocab_size = rows;
+        Ok(())
     }
 
     /// Returns the rules of `data` for rows of this model, with `tokenizer`.

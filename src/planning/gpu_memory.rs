@@ -68,8 +68,12 @@ struct BlockShape {
     has_both: bool,
     has_post_norms: bool,
     is_parallel: bool,
+    /// Inner width of the MLP.
+    mlp_width: usize,
     /// Width of the first projections of the MLP together.
     first_mlp_width: usize,
+    /// Width of the per-layer input.
+    per_layer_input: usize,
 }
 
 /// A linear layer of a block.
@@ -118,7 +122,10 @@ impl<'a> GpuStep<'a> {
                 has_both: config.blocks[block].channel_mixer.has_both(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
                 is_parallel: config.blocks[block].residual.is_parallel(),
-                first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
+                mlp_width: config.blocks[block].channel_mixer.mlp_width(config.intermediate_size),
+                first_mlp_width: config.blocks[block].channel_mixer.first_widths()
+                    * config.blocks[block].channel_mixer.mlp_width(config.intermediate_size),
+                per_layer_input: config.blocks[block].per_layer_input.map_or(0, |input| input.width),
             }
         };
         let mut blocks: Vec<(BlockShape, usize)> = Vec::new();
@@ -204,16 +211,16 @@ impl BlockStep<'_> {
             rows(d + output) + self.product_forward(LinearGroup::O),
         ];
         let mut of_channels = match &self.shape.experts {
-            None => self.of_mlp(config.intermediate_size),
+            None => self.of_mlp(self.shape.mlp_width),
             Some(experts) => self.of_experts(experts),
         };
         if self.shape.has_both {
-            of_channels.extend(self.of_mlp(config.intermediate_size));
+            of_channels.extend(self.of_mlp(self.shape.mlp_width));
             // Beside each of both: the gradients of their sum and of their input, and the other's
             // output.
             of_channels.iter_mut().for_each(|bytes| *bytes += rows(3 * d));
         }
-        let stages = of_tokens.into_iter().chain(of_channels);
+        let stages = of_tokens.into_iter().chain(of_channels).chain(self.of_per_layer_input());
         let groups = [
             LinearGroup::Qkv,
             LinearGroup::QUp,
@@ -221,6 +228,9 @@ impl BlockStep<'_> {
             LinearGroup::O,
             LinearGroup::GateUp,
             LinearGroup::Down,
+            LinearGroup::PerLayerGate,
+            LinearGroup::PerLayerProjection,
+            LinearGroup::PerLayerModel,
         ];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
         stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
@@ -285,6 +295,36 @@ impl BlockStep<'_> {
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),
         ]
+    }
+
+    /// Returns the sums of tensors at the stages of the per-layer input, and in the first block of
+    /// those that make the inputs of all blocks; none without such inputs.
+    fn of_per_layer_input(&self) -> Vec<u64> {
+        let (d, p, rows) =
+            (self.step.config.hidden_size, self.shape.per_layer_input, |width| self.step.rows(width));
+        if p == 0 {
+            return Vec::new();
+        }
+        let all = self.group(LinearGroup::PerLayerModel).map(|layer| layer.out).sum::<usize>();
+        let of_model = if all == 0 {
+            [0; 2]
+        } else {
+            // The projection, its norm's input, and the gradients of both; forward, also the rows.
+            [
+                rows(3 * d + 4 * all) + self.product_backward(LinearGroup::PerLayerModel),
+                rows(2 * d + 4 * all) + self.product_forward(LinearGroup::PerLayerModel),
+            ]
+        };
+        let of_block = [
+            // The gradient of the gated input; then the gate beside the input, and both gradients.
+            rows(2 * d + p) + self.product_backward(LinearGroup::PerLayerProjection),
+            rows(2 * d + 5 * p),
+            rows(3 * d + 4 * p) + self.product_backward(LinearGroup::PerLayerGate),
+            // Forward.
+            rows(2 * d + p) + self.product_forward(LinearGroup::PerLayerGate),
+            rows(2 * d + 3 * p) + self.product_forward(LinearGroup::PerLayerProjection),
+        ];
+        of_block.into_iter().chain(of_model).collect()
     }
 
     /// Returns the sums of tensors at the stages of a mixture of experts. The layers of one expert

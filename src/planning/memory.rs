@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use candle_core::{DType, Device};
 
+use super::carried::carried_bytes;
 use super::gpu_memory::{Fp8Weights, GpuStep, nccl_bytes};
 use super::loss_path::LossPath;
 use crate::collective::Phase;
@@ -181,10 +182,13 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        memory.activations = kept_bytes(saved, recompute) as u64;
+        memory.activations =
+            kept_bytes(saved, recompute) as u64 + carried_bytes(config, descs, *tokens, options.dtype);
         // The gradients of a block's widest tensors, which backward holds beside the recomputed
         // ones.
         let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
+        // The first block makes the inputs of all blocks.
+        let widest = widest.max(2 * config.per_layer_width(config.num_layers()));
         let temporaries = (2 * widest * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;

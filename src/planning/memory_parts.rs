@@ -6,7 +6,7 @@ use candle_core::DType;
 use super::memory::{MemoryOptions, by_block, kept_gradients, weight_bytes};
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockSaved, ModelConfig};
+use crate::model::{BlockSaved, Carried, ModelConfig};
 use crate::parallel::{ParamDesc, ParamKind, Placements, trains_rows};
 
 /// The name of the group of f32 masters, without the suffix for their location.
@@ -84,7 +84,8 @@ impl MemoryParts {
         let blocks = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::parts(config, layer, tokens, options.dtype, adapter)
         });
-        for (what, bytes) in blocks.into_iter().flatten() {
+        let carried = Carried::parts(config, tokens, options.dtype);
+        for (what, bytes) in blocks.into_iter().flatten().chain(carried) {
             match parts.saved.iter_mut().find(|(known, _)| *known == what) {
                 Some((_, sum)) => *sum += bytes as u64,
                 None => parts.saved.push((what, bytes as u64)),

@@ -15,6 +15,7 @@
 //! Module `training` runs a plan. [`sizing`] estimates runs on hardware other than this machine.
 
 mod bf16_copy;
+mod carried;
 mod changes;
 mod describe;
 mod fingerprint;

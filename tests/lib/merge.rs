@@ -85,6 +85,21 @@ fn adapters_of_all_experts_compute_what_peft_computes() {
     }
 }
 
+/// Seven blocks of seven or five linear layers, with two for the per-layer input of each, and one
+/// that makes these inputs; then a table, two layers of each block, and a norm that trained whole.
+#[test]
+fn adapters_of_per_layer_inputs_compute_what_peft_computes() {
+    let layers = 3 * 7 + 4 * 5 + 7 * 2 + 1;
+    for (run, merged, replaced) in [("lora_gemma4-e2b", layers, 0), ("lora_tables_gemma4-e2b", 1 + 2 * 7, 1)]
+    {
+        let path = format!("families/train/{run}");
+        let (report, distance) =
+            merged_distance(&path, "families/models/tiny-gemma4-e2b", BaseValues::AsStored);
+        assert!(distance < LIMIT, "{run}: {distance}");
+        assert_eq!((report.merged, report.replaced), (merged, replaced), "{run}");
+    }
+}
+
 #[test]
 fn an_adapter_of_a_quantized_base_merges_onto_it() {
     for run in ["qlora", "qdora"] {

@@ -42,7 +42,7 @@ fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f
     for stage in stages {
         let (output, state) = engine.forward(&stage, &batch, hidden.take(), step)?;
         match output {
-            StageOutput::Hidden(states) => hidden = Some(states),
+            StageOutput::Hidden(output) => hidden = Some(output),
             StageOutput::Loss(sums) => loss = Some(sums.loss.read()?),
         }
         kept.push((stage, state));
@@ -55,21 +55,36 @@ fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f
     Ok((loss.unwrap(), engine.store.gradient_norm()?))
 }
 
-#[test]
-fn stages_compute_what_the_whole_model_does() -> Result<()> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+/// Asserts that `model`, cut into stages before each of these lists of layers, computes the loss and
+/// the gradients of the whole.
+fn assert_stages(model: &str, cuts: &[&[usize]]) -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = logits::base(&folder).engine(Trains::All, &options)?;
-    assert!(engine.config.num_layers() >= 2, "a model to cut");
+    let mut kept = None;
     for recompute in [Recompute::None, Recompute::Block] {
         engine.store.zero_gradients()?;
         let sums = engine.micro_step(&batch(), micro_step(recompute))?;
         let whole = (sums.loss.read()?, engine.store.gradient_norm()?);
         assert!(whole.0 > 0.0 && whole.1 > 0.0, "{whole:?}");
-        assert_eq!(by_stages(&engine, &[], recompute)?, whole);
-        assert_eq!(by_stages(&engine, &[1], recompute)?, whole);
+        assert_eq!(*kept.get_or_insert(whole), whole, "{model} {recompute:?}");
+        for cuts in cuts {
+            assert_eq!(by_stages(&engine, cuts, recompute)?, whole, "{model} {cuts:?} {recompute:?}");
+        }
     }
     Ok(())
+}
+
+#[test]
+fn stages_compute_what_the_whole_model_does() -> Result<()> {
+    assert_stages("models/tiny-llama", &[&[], &[1]])
+}
+
+/// Per-layer inputs go to every stage. Keys and values of blocks 1 and 2 go to blocks 3 to 6, and
+/// their gradients come back.
+#[test]
+fn the_state_beside_the_hidden_states_goes_from_stage_to_stage() -> Result<()> {
+    assert_stages("families/models/tiny-gemma4-e2b", &[&[], &[1], &[2], &[3], &[5], &[1, 2, 4, 6]])
 }
 
 #[test]

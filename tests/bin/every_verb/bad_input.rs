@@ -47,6 +47,28 @@ fn no_run_with_config(key: &str, value: Value) -> String {
     no_run(&place, &[])
 }
 
+/// A table of per-layer inputs has a row for each token, and the keys of E2B fit one another.
+#[test]
+fn gemma4_e2b_takes_no_new_tokens_and_no_other_keys() {
+    let place = Place::new();
+    copy_folder(&golden("families/models/tiny-gemma4-e2b"), &place.path("model"));
+    assert_snapshot!(no_run(&place, &["--set", "model.new_tokens=[\"<tool>\"]"]), @"
+    exit 1
+    error: cannot use 385 tokens with this model
+      caused by: it has per-layer inputs, whose table has rows for its own 384 tokens; finetune adds none
+    hint: use tokens that the model has, such as its unused ones
+    ");
+    for (key, value, cause) in [
+        ("num_kv_shared_layers", 6, "`num_kv_shared_layers` is 6"),
+        ("vocab_size_per_layer_input", 380, "`vocab_size_per_layer_input` is 380"),
+    ] {
+        copy_folder(&golden("families/models/tiny-gemma4-e2b"), &place.path("model"));
+        change_json(&place.path("model/config.json"), |config| config[key] = json!(value));
+        let said = no_run(&place, &[]);
+        assert!(said.contains(cause) && said.contains("accepted: "), "{said}");
+    }
+}
+
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
 /// Rewrites a safetensors file with changed tensors.

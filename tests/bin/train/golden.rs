@@ -161,13 +161,16 @@ fn latent_attention_follows_transformers_and_peft() {
 }
 
 /// Heads of another width in layers of full attention, whose values are normed keys, a factor on the
-/// output of each block, experts beside an MLP.
+/// output of each block, experts beside an MLP; per-layer inputs, keys and values that two blocks of
+/// a kind read from an earlier one, a wider MLP in these.
 #[test]
 fn gemma4_follows_transformers_and_peft() {
-    for model in ["gemma4", "gemma4-moe"] {
+    for model in ["gemma4", "gemma4-moe", "gemma4-e2b"] {
         follows(&format!("lora_{model}"));
         follows(&format!("full_{model}"));
     }
+    // LoRA on the table of per-layer inputs, and their norm whole.
+    follows("lora_tables_gemma4-e2b");
 }
 
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.

@@ -72,6 +72,7 @@ fn families_follow_transformers_and_peft() {
         "qwen3-moe",
         "qwen3-5",
         "gemma4-moe",
+        "gemma4-e2b",
         "llama4",
         "lfm2-moe",
         "apertus",

@@ -93,10 +93,10 @@ impl Engine {
         let span = Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() };
         let layout = self.layout_of(vec![span])?;
         let context = self.evaluation_context(&layout, AdapterSwitch::On);
-        let mut x = self.store.embed()?.forward(&self.config, ids, context.adapter)?;
+        let (mut x, mut carried) = self.store.embed()?.forward(&self.config, ids, context.adapter)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
             let weights = self.store.block(layer, self.after(layer))?;
-            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, Some(cache))?;
+            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, &mut carried, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
         let logits = self.store.head()?.logits(&self.config, &last, context.adapter)?;

@@ -33,7 +33,7 @@ pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
 pub use sampling::{LogitsProcessor, NextToken, Sampling, SamplingOptions, TokenSampler};
-pub use stage::{ForwardState, Stage, StageOutput};
+pub use stage::{ForwardState, Stage, StageGradients, StageInput, StageOutput};
 pub use stop_text::StopSearch;
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
@@ -146,10 +146,10 @@ impl Engine {
         self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
         let context = self.evaluation_context(&layout, adapter);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, adapter)?;
+        let (mut x, mut carried) = self.store.embed()?.forward(&self.config, &batch.ids, adapter)?;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, self.after(layer))?;
-            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
+            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, &mut carried, None)?;
             see(layer, &x)?;
         }
         Ok(x)

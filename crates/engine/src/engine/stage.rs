@@ -12,7 +12,10 @@ use super::{BatchLayout, Engine, MicroStep, segment};
 use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::model::{self, BlockContext, BlockSaved, BlockWeights, ModelConfig, Segment};
+use crate::model::{
+    self, BlockContext, BlockSaved, BlockWeights, Carried, CarriedBackward, CarriedGradients, ModelConfig,
+    Segment,
+};
 use crate::objectives::{ExpertLoad, LossSums, ObjectiveInput, ObjectiveOutput};
 use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::Recompute;
@@ -49,11 +52,29 @@ impl Stage {
     }
 }
 
+/// Everything that goes from a stage to the next one.
+#[derive(Debug)]
+pub struct StageInput {
+    /// Hidden states after the last block of the stage before, `[N, D]`.
+    pub hidden: Tensor,
+    /// The state beside them.
+    pub carried: Carried,
+}
+
+/// The gradients of a [`StageInput`], which go back to the stage before.
+#[derive(Debug)]
+pub struct StageGradients {
+    /// That of the hidden states, `[N, D]`.
+    pub hidden: Tensor,
+    /// Those of the state beside them.
+    pub carried: CarriedGradients,
+}
+
 /// The result of a stage's forward.
 #[derive(Debug)]
 pub enum StageOutput {
-    /// Hidden states after the last block, `[N, D]`, for the next stage.
-    Hidden(Tensor),
+    /// The hidden states and the state beside them, for the next stage.
+    Hidden(StageInput),
     /// The loss of a stage with the head.
     Loss(LossSums),
 }
@@ -63,6 +84,8 @@ pub enum StageOutput {
 pub struct ForwardState {
     layout: BatchLayout,
     blocks: Vec<Checkpointed>,
+    /// The state beside the hidden states, after the last block.
+    carried: Carried,
     /// The gradient of the last hidden states, `[N, D]`, if the stage has the head: a head computes
     /// its backward with its forward.
     dx: Option<Tensor>,
@@ -78,16 +101,16 @@ enum Checkpointed {
 }
 
 impl Engine {
-    /// Computes a stage of a micro-batch. `hidden` is the output of the stage before, `[N, D]`;
-    /// `None` for a stage with the embedding.
+    /// Computes a stage of a micro-batch. `input` is the output of the stage before; `None` for a
+    /// stage with the embedding.
     ///
     /// # Errors
-    /// A tensor operation failed; a peer failed; `hidden` is missing.
+    /// A tensor operation failed; a peer failed; `input` is missing.
     pub fn forward(
         &self,
         stage: &Stage,
         batch: &Batch,
-        hidden: Option<Tensor>,
+        input: Option<StageInput>,
         step: MicroStep<'_>,
     ) -> Result<(StageOutput, ForwardState)> {
         let (config, store) = (&self.config, &self.store);
@@ -96,18 +119,19 @@ impl Engine {
         let context = self.context(&layout, step);
         let mut experts = ExpertLoad::default();
         world.enter(Phase::Forward)?;
-        let mut x = if stage.has_embedding {
+        let (mut x, mut carried) = if stage.has_embedding {
             let _span = span(|| segment("forward", "embedding", 0));
             store.embed()?.forward(config, &batch.ids, context.adapter)?
         } else {
-            hidden.ok_or_else(|| Error::internal("a stage without embedding got no hidden states"))?
+            let missing = || Error::internal("a stage without embedding got no hidden states");
+            input.map(|input| (input.hidden, input.carried)).ok_or_else(missing)?
         };
         let mut blocks = Vec::with_capacity(stage.blocks.len());
         for layer in stage.blocks.clone() {
             let _span = span(|| segment("forward", "block", layer));
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.after(layer))?;
-            let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
+            let (y, saved) = model::forward(config, layer, &weights, &x, &context, &mut carried, None)?;
             self.note_memory();
             if let Some(loads) = saved.expert_loads() {
                 experts.add_layer(&loads, batch.len());
@@ -122,11 +146,13 @@ impl Engine {
             release.begin();
         }
         if !stage.has_head {
-            return Ok((StageOutput::Hidden(x), ForwardState { layout, blocks, dx: None, experts }));
+            let output = StageInput { hidden: x, carried: carried.clone() };
+            let state = ForwardState { layout, blocks, carried, dx: None, experts };
+            return Ok((StageOutput::Hidden(output), state));
         }
         let source = context.source(config.num_layers());
         let (sums, dx) = self.loss(stage, batch, x, source, step)?;
-        Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, dx: Some(dx), experts }))
+        Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, carried, dx: Some(dx), experts }))
     }
 
     /// Returns the loss of the last hidden states and their gradient, `[N, D]`. Reduces the head's
@@ -149,24 +175,29 @@ impl Engine {
         Ok((LossSums { loss, metrics, experts: ExpertLoad::default() }, dx))
     }
 
-    /// Computes the gradients of a stage and adds them to the store. `dx` is the gradient of the
-    /// stage's output, `[N, D]`, from the stage behind; `None` for a stage with the head. Returns
-    /// the gradient of the stage's input if the stage before needs it.
+    /// Computes the gradients of a stage and adds them to the store. `behind` are the gradients of
+    /// the stage's output, from the stage behind; `None` for a stage with the head. Returns those
+    /// of the stage's input if the stage before needs them.
     ///
     /// # Errors
-    /// A tensor operation failed; a peer failed; `dx` is missing.
+    /// A tensor operation failed; a peer failed; `behind` is missing.
     pub fn backward(
         &self,
         stage: &Stage,
         batch: &Batch,
         mut state: ForwardState,
-        dx: Option<Tensor>,
+        behind: Option<StageGradients>,
         step: MicroStep<'_>,
-    ) -> Result<Option<Tensor>> {
+    ) -> Result<Option<StageGradients>> {
         let (config, store) = (&self.config, &self.store);
         let context = self.context(&state.layout, step);
-        let dx = state.dx.take().or(dx);
-        let mut dx = dx.ok_or_else(|| Error::internal("a stage without head got no gradient"))?;
+        let first = |hidden| StageGradients {
+            hidden,
+            carried: CarriedGradients::new(store.per_layer_inputs_train()),
+        };
+        let behind = state.dx.take().map(first).or(behind);
+        let StageGradients { hidden: mut dx, carried: mut gradients } =
+            behind.ok_or_else(|| Error::internal("a stage without head got no gradient"))?;
         store.mesh().world().enter(Phase::Backward)?;
         for layer in stage.blocks.clone().rev() {
             let _span = span(|| segment("backward", "block", layer));
@@ -178,10 +209,12 @@ impl Engine {
                 Checkpointed::Saved(_) => None,
             };
             let block = panels.as_ref().unwrap_or(&weights);
-            let saved = self.saved(layer, kept, block, &context)?;
+            let saved = self.saved(layer, kept, block, (&context, &state.carried))?;
             store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
-            let gradient = model::backward(config, layer, block, &saved, &dx, &context, need_dx)?;
+            let mut beside = CarriedBackward { carried: &state.carried, gradients: &mut gradients };
+            let gradient =
+                model::backward(config, layer, block, &saved, (&dx, need_dx), &context, &mut beside)?;
             drop((panels, weights));
             self.note_memory();
             store.reduce(Segment::Block(layer), step.last)?;
@@ -192,10 +225,10 @@ impl Engine {
             }
         }
         if !stage.has_embedding {
-            return Ok(Some(dx));
+            return Ok(Some(StageGradients { hidden: dx, carried: gradients }));
         }
         let _span = span(|| segment("backward", "embedding", 0));
-        store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
+        store.embed_gradients()?.backward(config, &batch.ids, &dx, gradients.into_rows().as_ref())?;
         store.reduce(Segment::Embed, step.last)?;
         Ok(None)
     }
@@ -207,13 +240,13 @@ impl Engine {
         layer: usize,
         kept: Checkpointed,
         weights: &BlockWeights,
-        context: &BlockContext<'_>,
+        (context, carried): (&BlockContext<'_>, &Carried),
     ) -> Result<Box<BlockSaved>> {
         match kept {
             Checkpointed::Saved(saved) => Ok(saved),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));
-                Ok(Box::new(model::recompute(&self.config, layer, weights, &x, context)?))
+                Ok(Box::new(model::recompute(&self.config, layer, weights, &x, context, carried)?))
             }
         }
     }

@@ -34,7 +34,7 @@ pub use local_range::LocalRange;
 pub use mesh::DeviceMesh;
 pub use mesh_shape::{MeshAxis, MeshShape};
 pub use offload::OffloadTarget;
-pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
+pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule, per_layer_inputs_train};
 pub(crate) use param_store::FiniteCheck;
 pub use param_store::{GatherGuard, ParamStore, StoreOptions};
 pub use placement::{ParamRole, Placements, ShardingSpec, ShardingStrategy};

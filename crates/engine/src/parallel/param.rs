@@ -6,7 +6,7 @@ use super::local_range::LocalRange;
 use super::mesh_shape::MeshShape;
 use super::placement::{ParamRole, Placements};
 use crate::error::{Error, Result};
-use crate::model::Segment;
+use crate::model::{ModelConfig, Segment, per_layer_modules};
 use crate::quant::{QuantFormat, RunDtype};
 
 /// A parameter without a value: the one declaration of its shape and placement.
@@ -57,6 +57,22 @@ pub struct UpdateRule {
     pub decay: bool,
     /// The group that selects the learning rate.
     pub lr_group: LrGroup,
+}
+
+/// Returns whether something trains behind the per-layer inputs of a model with the parameters
+/// `descs`: the embedding, their table, or their projection and its norm.
+pub fn per_layer_inputs_train<'d>(
+    config: &ModelConfig,
+    descs: impl IntoIterator<Item = &'d ParamDesc>,
+) -> bool {
+    let modules = per_layer_modules(config);
+    let is_part = |name: &str| {
+        modules
+            .iter()
+            .any(|module| name.strip_prefix(module.as_str()).is_some_and(|end| end.starts_with('.')))
+    };
+    let is_behind = |desc: &ParamDesc| desc.segment == Segment::Embed || is_part(&desc.name);
+    !modules.is_empty() && descs.into_iter().any(|desc| desc.kind.trains() && is_behind(desc))
 }
 
 /// The learning rates of LoRA+, as PEFT's `create_loraplus_optimizer` groups parameters.

@@ -12,7 +12,7 @@ use super::grad_reduce::{GradBuffers, GradReduceOptions, is_finite};
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
-use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
+use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind, per_layer_inputs_train};
 use super::placement::ParamRole;
 use super::quantized_bucket::QuantizedBucket;
 use super::shared_frozen::{FrozenBucket, SharedFrozen, is_shareable, trains_rows};
@@ -198,7 +198,10 @@ impl ParamStore {
     pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
         let (gathered, whole) = self.gathers.hold(self.mesh(), Segment::Embed, None)?;
         self.scatter_trained_rows(Some(&gathered))?;
-        Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
+        Ok(GatherGuard {
+            weights: model::assemble::embed(&self.config, &self.values(&gathered))?,
+            _whole: whole,
+        })
     }
 
     /// Returns the gradients and adapters for the embedding's backward, without the table.
@@ -207,7 +210,7 @@ impl ParamStore {
     /// A parameter is missing, an internal error; a peer failed.
     pub fn embed_gradients(&self) -> Result<EmbedGradients> {
         self.prepare_backward(Segment::Embed)?;
-        model::assemble::embed_gradients(&self.views(&Gathered::new()))
+        model::assemble::embed_gradients(&self.config, &self.views(&Gathered::new()))
     }
 
     /// Returns the weights and gradients of block `layer`, and starts to gather those of block
@@ -380,6 +383,13 @@ impl ParamStore {
     /// Returns whether the embedding has a gradient to compute.
     pub(crate) fn embedding_trains(&self) -> bool {
         self.trainable().any(|bucket| bucket.segment == Segment::Embed)
+    }
+
+    /// Returns whether something trains behind the per-layer inputs: the embedding, the table, or
+    /// their projection and its norm.
+    pub(crate) fn per_layer_inputs_train(&self) -> bool {
+        let descs = self.trainable().flat_map(|bucket| &bucket.entries).map(|entry| &entry.desc);
+        per_layer_inputs_train(&self.config, descs)
     }
 
     /// Returns the largest number of segments that were gathered at a time.

@@ -7,20 +7,24 @@ use candle_core::{DType, Tensor};
 use super::block::{
     ActivationWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
     GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights,
-    PlainMlpWeights, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
+    PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SharedExpertWeights, ShortConvWeights,
+    TokenMixerWeights, XieluWeights,
 };
 use super::block_part::{BlockPart, LinearGroup, XIELU};
 use super::composition::{
-    ChannelMixer, Experts, MlpActivation, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer,
+    ChannelMixer, Experts, MlpActivation, MlpAndExperts, PerLayerInput, ResidualPlan, SharedExpert,
+    TokenMixer,
 };
-use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
+use super::embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Norm, Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
-use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
+use crate::weights::{
+    EMBED_PER_LAYER_MODULE as EMBED_PER_LAYER, EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD,
+};
 
 /// Access to parameters by name, independent of their storage.
 pub trait ParamLookup {
@@ -66,18 +70,31 @@ pub trait ParamLookup {
 ///
 /// # Errors
 /// A parameter is not available.
-pub fn embed(from: &dyn ParamLookup) -> Result<EmbedWeights> {
-    let table = from.param(&format!("{EMBED}.weight"))?.value;
-    Ok(EmbedWeights { table, lora: from.lora(EMBED, 0)?, dtype: from.dtype() })
+pub fn embed(config: &ModelConfig, from: &dyn ParamLookup) -> Result<EmbedWeights> {
+    let table = |module: &str| -> Result<TableWeights> {
+        let table = from.param(&format!("{module}.weight"))?.value;
+        Ok(TableWeights { table, lora: from.lora(module, 0)? })
+    };
+    let per_layer = has_per_layer(config).then(|| table(EMBED_PER_LAYER)).transpose()?;
+    Ok(EmbedWeights { tokens: table(EMBED)?, per_layer, dtype: from.dtype() })
 }
 
 /// Returns the inputs of the embedding's backward, without the table itself.
 ///
 /// # Errors
 /// Internal: the model has no embedding.
-pub fn embed_gradients(from: &dyn ParamLookup) -> Result<EmbedGradients> {
-    let table = from.grad(&format!("{EMBED}.weight"))?;
-    Ok(EmbedGradients { table, rows: from.rows(EMBED)?, lora: from.lora(EMBED, 0)? })
+pub fn embed_gradients(config: &ModelConfig, from: &dyn ParamLookup) -> Result<EmbedGradients> {
+    let table = |module: &str| -> Result<TableGradients> {
+        let table = from.grad(&format!("{module}.weight"))?;
+        Ok(TableGradients { table, rows: from.rows(module)?, lora: from.lora(module, 0)? })
+    };
+    let per_layer = has_per_layer(config).then(|| table(EMBED_PER_LAYER)).transpose()?;
+    Ok(EmbedGradients { tokens: table(EMBED)?, per_layer })
+}
+
+/// Returns whether the blocks of a model have inputs of their own.
+fn has_per_layer(config: &ModelConfig) -> bool {
+    config.per_layer_width(1) > 0
 }
 
 /// Returns the head's weights. A tied head is the embedding's own parameter.
@@ -147,13 +164,35 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         _ if block.channel_mixer.has_both() => (BlockPart::AttnNorm, None),
         _ => (BlockPart::AttnNorm, Some(BlockPart::MlpNorm)),
     };
+    let per_layer = |input| per_layer(input, &linears, &optional, norms(None, BlockPart::PerLayerNorm, 1.0)?);
+    let per_layer = block.per_layer_input.map(per_layer).transpose()?;
     let factor = block.residual_factor;
     Ok(BlockWeights {
         token_norms: norms(Some(token_norm), BlockPart::AttnPostNorm, factor)?,
         token_mixer,
         channel_norms: norms(channel_norm, BlockPart::MlpPostNorm, factor)?,
         channel_mixer,
+        per_layer,
         output_factor: optional(BlockPart::OutputFactor)?.map(|factor| factor.value),
+    })
+}
+
+/// Returns the weights of a block's use of its input, like [`channel_mixer`].
+fn per_layer(
+    input: PerLayerInput,
+    linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+    optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+    norms: MixerNorms,
+) -> Result<PerLayerWeights> {
+    let model = |norm| -> Result<PerLayerModelWeights> {
+        Ok(PerLayerModelWeights { projection: linears(LinearGroup::PerLayerModel)?, norm })
+    };
+    Ok(PerLayerWeights {
+        input,
+        gate: linears(LinearGroup::PerLayerGate)?,
+        projection: linears(LinearGroup::PerLayerProjection)?,
+        norms,
+        model: optional(BlockPart::PerLayerModelNorm)?.map(model).transpose()?,
     })
 }
 
@@ -176,7 +215,11 @@ fn token_mixer(
     };
     Ok(match mixer {
         TokenMixer::Attention(mixer) => {
-            let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
+            let (q, k) = (optional(BlockPart::QNorm)?, optional(BlockPart::KNorm)?);
+            // Without keys of its own, a block has no norm of them.
+            let none = || q.as_ref().map(|q| Param { value: q.value.clone(), grad: None });
+            let k = if mixer.reads_from().is_some() { none() } else { k };
+            let qk_norm = q.zip(k);
             let sinks = optional(BlockPart::Sinks)?;
             TokenMixerWeights::Attention(AttentionWeights { mixer, qkv, qk_norm, sinks, o })
         }

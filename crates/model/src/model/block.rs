@@ -15,12 +15,14 @@
 //! (`PendingGradients`).
 
 mod attention;
+mod carried;
 mod channel_mixer;
 mod experts;
 mod gated_delta;
 mod gated_mlp;
 mod latent;
 mod mlp_and_experts;
+mod per_layer;
 mod plain_mlp;
 mod shared_expert;
 mod short_conv;
@@ -28,12 +30,14 @@ mod token_mixer;
 mod xielu;
 
 pub use attention::{AttentionWeights, KeyValueCache};
+pub use carried::{Carried, CarriedBackward, CarriedGradients};
 pub use channel_mixer::ChannelMixerWeights;
 pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_delta::{DeltaState, GatedDeltaWeights};
 pub use gated_mlp::GatedMlpWeights;
 pub use latent::{LatentUp, LatentWeights};
 pub use mlp_and_experts::MlpAndExpertsWeights;
+pub use per_layer::{PerLayerModelWeights, PerLayerWeights};
 pub use plain_mlp::{ActivationWeights, PlainMlpWeights};
 pub use shared_expert::SharedExpertWeights;
 pub use short_conv::{ConvState, ShortConvWeights};
@@ -42,6 +46,7 @@ pub use xielu::XieluWeights;
 
 use candle_core::{DType, Tensor};
 
+use super::composition::PerLayerInput;
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
@@ -55,6 +60,7 @@ use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use channel_mixer::{ChannelMixerSaved, PendingMixer};
+use per_layer::PerLayerSaved;
 use token_mixer::TokenMixerSaved;
 
 /// The parameters of one block, for one use.
@@ -68,6 +74,8 @@ pub struct BlockWeights {
     pub channel_norms: MixerNorms,
     /// The part that computes each token by itself.
     pub channel_mixer: ChannelMixerWeights,
+    /// The part that adds the block's own input, after both mixers.
+    pub per_layer: Option<PerLayerWeights>,
     /// Factor on the block's output, `[1]` f32.
     pub output_factor: Option<Tensor>,
 }
@@ -102,13 +110,18 @@ impl MixerNorms {
 }
 
 impl BlockWeights {
+    /// Returns the linear layers for changes to them.
+    fn linears(&mut self) -> impl Iterator<Item = &mut MergedLinear> {
+        let mixers = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
+        mixers.chain(self.per_layer.iter_mut().flat_map(PerLayerWeights::linears))
+    }
+
     /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub fn keep_in_bf16(&mut self) -> Result<()> {
-        let linears = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
-        linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
+        self.linears().try_for_each(MergedLinear::keep_in_bf16)
     }
 
     /// Multiplies by the frozen weights of linear layers in fp8 from now on, except those of
@@ -117,8 +130,7 @@ impl BlockWeights {
     /// # Errors
     /// The device has not enough memory.
     pub fn multiply_in_fp8(&mut self, keeps: bool) -> Result<()> {
-        let linears = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
-        linears.into_iter().try_for_each(|linear| linear.multiply_in_fp8(keeps))
+        self.linears().try_for_each(|linear| linear.multiply_in_fp8(keeps))
     }
 
     /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
@@ -134,7 +146,8 @@ impl BlockWeights {
         }
         let mut block = self.clone();
         let of_channels = block.channel_mixer.panels(block.channel_norms.after.is_some());
-        let linears = block.token_mixer.linears().into_iter().chain(of_channels);
+        let of_input = block.per_layer.iter_mut().flat_map(PerLayerWeights::linears);
+        let linears = block.token_mixer.linears().into_iter().chain(of_channels).chain(of_input);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
@@ -205,6 +218,7 @@ pub struct BlockSaved {
     channel_mixer: ChannelMixerSaved,
     /// The channel mixer's output before its post norm.
     channel_out: Option<Tensor>,
+    per_layer: Option<PerLayerSaved>,
 }
 
 /// Bytes that a block keeps from its forward for its backward.
@@ -252,7 +266,8 @@ impl BlockSaved {
             adapter(module).map_or(0, |shape| BranchSaved::bytes(shape, module.weight.out(), rows, dtype))
         };
         let linears = || layout.linears();
-        let outside = linears().filter(|module| module.part.expert().is_none());
+        // The parts of the whole model keep nothing.
+        let outside = linears().filter(|module| module.part.expert().is_none() && !module.part.is_of_model());
         let lora = outside.map(|module| branch(module, tokens)).sum::<usize>()
             + block.channel_mixer.experts().map_or(0, |experts| {
                 // All experts together see each token as often as experts are chosen for it.
@@ -269,21 +284,26 @@ impl BlockSaved {
         parts.extend(ChannelMixerSaved::parts(config, &block.channel_mixer, tokens, dtype));
         // One output per mixer.
         let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
-        parts.extend([("outputs before post norms", outputs), ("inner activations of adapters", lora)]);
+        parts.push(("outputs before post norms", outputs));
+        let of_input = |input: &PerLayerInput| PerLayerSaved::bytes(input, config, tokens, dtype);
+        let of_input = block.per_layer_input.as_ref().map(of_input);
+        parts.extend(of_input.map(|bytes| ("the part of the per-layer input", bytes)));
+        parts.push(("inner activations of adapters", lora));
         parts
     }
 
     /// Returns all tensors that it holds.
     #[cfg(test)]
     fn tensors(&self) -> Vec<&Tensor> {
-        let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
+        let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out, per_layer } = self;
+        let of_input = per_layer.iter().flat_map(PerLayerSaved::tensors);
         let mixers = token_mixer.tensors().into_iter().chain(channel_mixer.tensors());
-        [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
+        [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).chain(of_input).collect()
     }
 }
 
-/// Computes `x: [N, D]` → `[N, D]` and the tensors that backward needs. With a cache, the tokens
-/// follow those in it.
+/// Computes `x: [N, D]` → `[N, D]` and the tensors that backward needs. Reads the state beside the
+/// hidden states and adds to it. With a cache, the tokens follow those in it.
 ///
 /// # Errors
 /// Shapes or dtypes do not match, or a tensor operation failed.
@@ -293,15 +313,35 @@ pub fn forward(
     w: &BlockWeights,
     x: &Tensor,
     context: &BlockContext<'_>,
+    carried: &mut Carried,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
-    let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
-    let token = token_half(pass, w, x, cache)?;
+    if let Some(model) = w.per_layer.as_ref().and_then(|part| part.model.as_ref()) {
+        let rows = carried.per_layer.take().ok_or_else(|| Error::internal("no rows of per-layer inputs"))?;
+        carried.per_layer = Some(model.inputs(pass, x, &rows)?);
+    }
+    forward_from(pass, w, x, carried, cache)
+}
+
+/// Works like [`forward`] from a state with the inputs of all blocks.
+fn forward_from(
+    pass: LayerPass<'_>,
+    w: &BlockWeights,
+    x: &Tensor,
+    carried: &mut Carried,
+    cache: Option<&mut BlockCache>,
+) -> Result<(Tensor, BlockSaved)> {
+    let (mut release, config) = (ReleaseSpan::default(), pass.config);
+    let token = token_half(pass, w, x, (carried, cache))?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
     let h = channel_input(pass, x, &token.y);
     let channel = around_mixer(&w.channel_norms, config, (h, &token.y), channel)?;
+    let (y, per_layer) = match &w.per_layer {
+        Some(part) => part.forward(pass, channel.y, carried).map(|(y, saved)| (y, Some(saved)))?,
+        None => (channel.y, None),
+    };
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
@@ -309,15 +349,16 @@ pub fn forward(
         h: h.clone(),
         channel_mixer: channel.saved,
         channel_out: channel.out,
+        per_layer,
     };
-    let y = times_output_factor(w, channel.y)?;
+    let y = times_output_factor(w, y)?;
     release.begin();
     Ok((y, saved))
 }
 
-/// Computes the tensors that the backward of a block needs from its input `x: [N, D]`, with the
-/// bits of [`forward`]. Only a post norm reads the channel mixer's output; without this norm, its
-/// last product is not computed.
+/// Computes the tensors that the backward of a block needs from its input `x: [N, D]` and the state
+/// after the forward, with the bits of [`forward`]. Only a post norm reads the channel mixer's
+/// output; without this norm, its last product is not computed.
 ///
 /// # Errors
 /// Shapes or dtypes do not match, or a tensor operation failed.
@@ -327,13 +368,16 @@ pub fn recompute(
     w: &BlockWeights,
     x: &Tensor,
     context: &BlockContext<'_>,
+    carried: &Carried,
 ) -> Result<BlockSaved> {
-    if w.channel_norms.after.is_some() {
-        return forward(config, layer, w, x, context, None).map(|(_, saved)| saved);
+    let pass = LayerPass { config, layer, context };
+    // The state stays as the forward has left it: keys and values that this block keeps are in it.
+    let mut carried = carried.clone();
+    if w.channel_norms.after.is_some() || w.per_layer.is_some() {
+        return forward_from(pass, w, x, &mut carried, None).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
-    let token = token_half(pass, w, x, None)?;
+    let token = token_half(pass, w, x, (&mut carried, None))?;
     let h = channel_input(pass, x, &token.y);
     let normed = w.channel_norms.input(config, h)?;
     let channel_mixer = w.channel_mixer.recompute(pass, &normed)?;
@@ -344,6 +388,7 @@ pub fn recompute(
         h: h.clone(),
         channel_mixer,
         channel_out: None,
+        per_layer: None,
     };
     release.begin();
     Ok(saved)
@@ -367,10 +412,10 @@ fn token_half(
     pass: LayerPass<'_>,
     w: &BlockWeights,
     x: &Tensor,
-    cache: Option<&mut BlockCache>,
+    (carried, cache): (&mut Carried, Option<&mut BlockCache>),
 ) -> Result<HalfOutput<TokenMixerSaved>> {
     around_mixer(&w.token_norms, pass.config, (x, x), |normed, residual| {
-        w.token_mixer.forward(pass, normed, residual, cache)
+        w.token_mixer.forward(pass, normed, residual, cache, carried)
     })
 }
 
@@ -408,8 +453,9 @@ fn around_mixer<S>(
     }
 }
 
-/// Adds the gradients of the block's trainable parameters and returns that of its input. Returns
-/// `None` if `need_dx` is false (the first block over a frozen embedding) and no norm needs it.
+/// Adds the gradients of the block's trainable parameters, and those of the state beside the hidden
+/// states, which later blocks have added to. Returns the gradient of its input; `None` if `need_dx`
+/// is false (the first block over a frozen embedding) and no norm needs it.
 ///
 /// # Errors
 /// Shapes or dtypes do not match, or a tensor operation failed.
@@ -418,22 +464,32 @@ pub fn backward(
     layer: usize,
     w: &BlockWeights,
     saved: &BlockSaved,
-    dy: &Tensor,
+    (dy, need_dx): (&Tensor, bool),
     context: &BlockContext<'_>,
-    need_dx: bool,
+    state: &mut CarriedBackward<'_>,
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let dy = &times_output_factor(w, dy.clone())?;
+    let dy = match (&w.per_layer, &saved.per_layer) {
+        (Some(part), Some(saved)) => &part.backward(pass, saved, dy, state)?,
+        _ => dy,
+    };
     let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, Some(dy)), true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
-    let token = |half: MixerBackward| w.token_mixer.backward(pass, &saved.token_mixer, half);
+    let token = |half: MixerBackward| w.token_mixer.backward(pass, &saved.token_mixer, half, state);
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
     // In a parallel plan the channel mixer does not read the token mixer's output.
     let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
     let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, Some(&dh)), need_dx, token)?;
+    let model = w.per_layer.as_ref().and_then(|part| part.model.as_ref());
+    let of_inputs = model.map(|model| model.backward(pass, &saved.x, state, need_dx)).transpose()?.flatten();
+    let dx = match (dx, of_inputs) {
+        (Some(dx), Some(more)) => Some(add(&dx, &more)?),
+        (dx, _) => dx,
+    };
     release.begin();
     Ok(dx)
 }

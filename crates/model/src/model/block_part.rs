@@ -125,6 +125,16 @@ pub enum BlockPart {
     XieluBeta,
     /// The bound of its exponent.
     XieluEps,
+    /// The projection of the output of both mixers to the gate of the per-layer input.
+    PerLayerGate,
+    /// The projection of the gated per-layer input to the width of the model.
+    PerLayerProjection,
+    /// The norm on the projected per-layer input, before the residual sum.
+    PerLayerNorm,
+    /// The projection of embeddings to the per-layer inputs of all blocks, in the first block.
+    PerLayerModel,
+    /// The norm on these inputs of each block, in the first block.
+    PerLayerModelNorm,
 }
 
 /// The parameters of xIELU: both curvatures, the slope at 0, and the bound of the exponent.
@@ -158,6 +168,12 @@ pub enum LinearGroup {
     SharedDown,
     /// The factor on the shared expert.
     SharedFactor,
+    /// The gate of the per-layer input.
+    PerLayerGate,
+    /// The projection of the gated per-layer input.
+    PerLayerProjection,
+    /// The projection of embeddings to the per-layer inputs of all blocks.
+    PerLayerModel,
 }
 
 impl BlockPart {
@@ -170,6 +186,12 @@ impl BlockPart {
             | BlockPart::ExpertDown(expert) => Some(expert),
             _ => None,
         }
+    }
+
+    /// Returns true for a part of the whole model that the first block computes: its name has no
+    /// block.
+    pub fn is_of_model(self) -> bool {
+        matches!(self, BlockPart::PerLayerModel | BlockPart::PerLayerModelNorm)
     }
 
     /// Returns true for the last layer of a channel mixer, whose output only a norm reads again.
@@ -257,6 +279,9 @@ impl BlockPart {
             BlockPart::OProj | BlockPart::DeltaOut | BlockPart::ConvOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
+            BlockPart::PerLayerGate => Some(LinearGroup::PerLayerGate),
+            BlockPart::PerLayerProjection => Some(LinearGroup::PerLayerProjection),
+            BlockPart::PerLayerModel => Some(LinearGroup::PerLayerModel),
             BlockPart::Router => Some(LinearGroup::Router),
             BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertGateUp(expert) => {
                 Some(LinearGroup::ExpertGateUp(expert))
@@ -293,6 +318,8 @@ impl BlockPart {
             | BlockPart::XieluNegative
             | BlockPart::XieluBeta
             | BlockPart::XieluEps
+            | BlockPart::PerLayerNorm
+            | BlockPart::PerLayerModelNorm
             | BlockPart::OutputFactor => None,
         }
     }

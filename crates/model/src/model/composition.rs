@@ -23,6 +23,19 @@ pub struct BlockConfig {
     pub residual_factor: f64,
     /// True if a stored number multiplies the block's output (Gemma 4).
     pub has_output_factor: bool,
+    /// An input of the block beside the hidden states (Gemma 4 E2B, E4B), in all blocks or in none.
+    pub per_layer_input: Option<PerLayerInput>,
+}
+
+/// An input of one block that depends on the token and its embedding alone ("per-layer
+/// embeddings"). The block adds `norm(projection(act(gate(y)) · input))` to the output `y` of its
+/// mixers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerLayerInput {
+    /// The width of the input, P.
+    pub width: usize,
+    /// The activation of the gate.
+    pub activation: Activation,
 }
 
 /// The part of a block that lets a token read others.
@@ -54,6 +67,7 @@ impl TokenMixer {
             TokenMixer::Attention(AttentionMixer { heads, has_gates: true, .. }) => {
                 heads.qkv_width() + heads.q_width()
             }
+            TokenMixer::Attention(mixer) if mixer.reads_from().is_some() => mixer.heads.q_width(),
             TokenMixer::Attention(AttentionMixer { heads, values: Values::NormedKeys, .. }) => {
                 heads.qk_width()
             }
@@ -82,9 +96,10 @@ impl TokenMixer {
 /// The part of a block that computes each token by itself.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ChannelMixer {
-    /// `down_proj(act(gate) · up)` of width [`ModelConfig::intermediate_size`](super::ModelConfig).
+    /// `down_proj(act(gate) · up)` of [`GatedMlp::width`].
     GatedMlp(GatedMlp),
-    /// `down_proj(act(up_proj(x)))` of the same width.
+    /// `down_proj(act(up_proj(x)))` of width
+    /// [`ModelConfig::intermediate_size`](super::ModelConfig).
     PlainMlp(PlainMlp),
     /// Gated MLPs, of which a router chooses a few for each token.
     Experts(Experts),
@@ -98,6 +113,17 @@ impl ChannelMixer {
         match self {
             ChannelMixer::GatedMlp(_) | ChannelMixer::Experts(_) | ChannelMixer::MlpAndExperts(_) => 2,
             ChannelMixer::PlainMlp(_) => 1,
+        }
+    }
+
+    /// Returns the inner width of its MLP for each token, 0 without one, given
+    /// [`ModelConfig::intermediate_size`](super::ModelConfig).
+    pub fn mlp_width(&self, intermediate_size: usize) -> usize {
+        match self {
+            ChannelMixer::GatedMlp(mlp) => mlp.width(intermediate_size),
+            ChannelMixer::PlainMlp(_) => intermediate_size,
+            ChannelMixer::Experts(_) => 0,
+            ChannelMixer::MlpAndExperts(both) => both.mlp.width(intermediate_size),
         }
     }
 
@@ -220,6 +246,22 @@ pub struct AttentionMixer {
     pub has_gates: bool,
     /// True if a learned logit of each head joins the softmax, without a value (gpt-oss).
     pub has_sinks: bool,
+    /// The blocks that have these keys and values.
+    pub sharing: Sharing,
+}
+
+/// The blocks that have the keys and values of an attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// This one alone.
+    Own,
+    /// This one computes them, and later ones read them too (Gemma 4 E2B, E4B).
+    Stored,
+    /// The block of this number computes them; this one only has queries.
+    Read {
+        /// The number of the block, before this one.
+        owner: usize,
+    },
 }
 
 /// Gated DeltaNet (arXiv 2412.06464): a convolution over the last tokens, and a state for each head
@@ -326,6 +368,23 @@ impl AttentionMixer {
         let AttentionMixer { heads, scale, softcap, window, .. } = *self;
         AttentionKind { heads, scale, softcap, window }
     }
+
+    /// Returns the block whose keys and values it reads, if they are not its own.
+    pub fn reads_from(&self) -> Option<usize> {
+        match self.sharing {
+            Sharing::Own | Sharing::Stored => None,
+            Sharing::Read { owner } => Some(owner),
+        }
+    }
+
+    /// Returns the heads that its own projection has: without keys and values if it reads those of
+    /// another block.
+    pub fn projected_heads(&self) -> Heads {
+        match self.reads_from() {
+            None => self.heads,
+            Some(_) => Heads { num_kv_heads: 0, ..self.heads },
+        }
+    }
 }
 
 /// An MLP whose gate is activated and multiplied with its up-projection.
@@ -337,6 +396,16 @@ pub struct GatedMlp {
     pub bias: bool,
     /// True if gate and up are one tensor (phi3).
     pub fused: bool,
+    /// Its inner width as a multiple of [`ModelConfig::intermediate_size`](super::ModelConfig): 1
+    /// in most families.
+    pub times_wide: usize,
+}
+
+impl GatedMlp {
+    /// Returns its inner width, given [`ModelConfig::intermediate_size`](super::ModelConfig).
+    pub fn width(&self, intermediate_size: usize) -> usize {
+        self.times_wide * intermediate_size
+    }
 }
 
 /// The activation of an MLP without a gate.
@@ -451,6 +520,7 @@ impl BlockConfig {
             residual: ResidualPlan::PreNorm,
             residual_factor: 1.0,
             has_output_factor: false,
+            per_layer_input: None,
         }
     }
 }

@@ -57,6 +57,13 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Returns the width of the per-layer inputs of the first `blocks` blocks together: 0 in most
+    /// families.
+    pub fn per_layer_width(&self, blocks: usize) -> usize {
+        let inputs = self.blocks.iter().take(blocks).filter_map(|block| block.per_layer_input);
+        inputs.map(|input| input.width).sum()
+    }
+
     /// Returns the number of blocks.
     pub fn num_layers(&self) -> usize {
         self.blocks.len()
@@ -102,10 +109,8 @@ impl ModelConfig {
             let shared = experts.shared.map_or(0, |shared| shared.width);
             experts.router.chosen * experts.width + shared
         };
-        let width = |mixer: &ChannelMixer| match mixer {
-            ChannelMixer::GatedMlp(_) | ChannelMixer::PlainMlp(_) => self.intermediate_size,
-            ChannelMixer::Experts(experts) => of_experts(experts),
-            ChannelMixer::MlpAndExperts(both) => self.intermediate_size + of_experts(&both.experts),
+        let width = |mixer: &ChannelMixer| {
+            mixer.mlp_width(self.intermediate_size) + mixer.experts().map_or(0, of_experts)
         };
         self.blocks.iter().map(|block| width(&block.channel_mixer)).max().unwrap_or(0)
     }

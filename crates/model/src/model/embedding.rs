@@ -1,10 +1,12 @@
-//! The token embedding: its forward, and the backward of its trainable parts.
+//! The token embedding, and the table of per-layer inputs beside it: their forward, and the
+//! backward of their trainable parts.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 
-use super::ModelConfig;
+use super::block::Carried;
+use super::config::ModelConfig;
 use super::lora::{AdapterSwitch, Lora};
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
@@ -24,36 +26,96 @@ pub struct TokenRows {
 /// The token embedding, for one forward.
 #[derive(Debug, Clone)]
 pub struct EmbedWeights {
-    /// `[V, D]`, in its storage dtype.
-    pub table: Tensor,
-    /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
-    pub lora: Option<Lora>,
+    /// The embedding, `[V, D]`.
+    pub tokens: TableWeights,
+    /// The table of per-layer inputs, `[V, Σ P]`, in a model that has one.
+    pub per_layer: Option<TableWeights>,
     /// The dtype of activations.
     pub dtype: DType,
 }
 
-/// The inputs of the embedding's backward, without the table itself, of which a rank may hold only
-/// a shard.
+/// A token table, for one forward.
+#[derive(Debug, Clone)]
+pub struct TableWeights {
+    /// `[V, width]`, in its storage dtype.
+    pub table: Tensor,
+    /// An adapter on the table: A is `[r, V]`, B `[width, r]`.
+    pub lora: Option<Lora>,
+}
+
+/// The inputs of the embedding's backward, without the tables themselves, of which a rank may hold
+/// only a shard.
 #[derive(Debug, Clone)]
 pub struct EmbedGradients {
-    /// `[V, D]` f32: the sum of the table's gradient, if it trains.
+    /// Those of the embedding.
+    pub tokens: TableGradients,
+    /// Those of the table of per-layer inputs, in a model that has one.
+    pub per_layer: Option<TableGradients>,
+}
+
+/// The inputs of the backward of a token table, without the table itself.
+#[derive(Debug, Clone)]
+pub struct TableGradients {
+    /// `[V, width]` f32: the sum of the table's gradient, if it trains.
     pub table: Option<TensorMut>,
     /// Trainable rows of the table.
     pub rows: Option<TokenRows>,
-    /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
+    /// An adapter on the table: A is `[r, V]`, B `[width, r]`.
     pub lora: Option<Lora>,
 }
 
 impl EmbedWeights {
-    /// Returns the embeddings of N `ids`, `[N, D]`, in the dtype of activations.
+    /// Returns the embeddings of N `ids`, `[N, D]`, in the dtype of activations, and the state
+    /// before the first block.
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn forward(&self, config: &ModelConfig, ids: &[u32], adapter: AdapterSwitch) -> Result<Tensor> {
-        let x = TensorMut::new(embed(&self.table, ids, config.embedding_factor, self.dtype)?);
+    pub fn forward(
+        &self,
+        config: &ModelConfig,
+        ids: &[u32],
+        adapter: AdapterSwitch,
+    ) -> Result<(Tensor, Carried)> {
+        let x = self.tokens.forward(config.embedding_factor, ids, self.dtype, adapter)?;
+        let rows = |table: &TableWeights| table.forward(per_layer_factor(config), ids, self.dtype, adapter);
+        Ok((x, Carried::new(self.per_layer.as_ref().map(rows).transpose()?)))
+    }
+}
+
+impl EmbedGradients {
+    /// Adds the gradients of the trainable parts, for `ids`, the gradient `dx: [N, D]` of their
+    /// embeddings and that of the rows of per-layer inputs, `[N, Σ P]`.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn backward(
+        &self,
+        config: &ModelConfig,
+        ids: &[u32],
+        dx: &Tensor,
+        drows: Option<&Tensor>,
+    ) -> Result<()> {
+        let skip = config.pad_token_id;
+        self.tokens.backward((config.embedding_factor, skip), ids, dx)?;
+        match (&self.per_layer, drows) {
+            (Some(table), Some(drows)) => table.backward((per_layer_factor(config), skip), ids, drows),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Returns the factor on the rows of per-layer inputs: the square root of a block's width.
+fn per_layer_factor(config: &ModelConfig) -> f64 {
+    (config.per_layer_width(1) as f64).sqrt()
+}
+
+impl TableWeights {
+    /// Returns the rows of N `ids` times `factor`, `[N, width]`.
+    fn forward(&self, factor: f64, ids: &[u32], dtype: DType, adapter: AdapterSwitch) -> Result<Tensor> {
+        let x = TensorMut::new(embed(&self.table, ids, factor, dtype)?);
         if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
-            let scale = lora.scale * config.embedding_factor;
+            let scale = lora.scale * factor;
             let (out, u) = (ColumnViewMut::all(&x), ColumnView::all(&u));
             matmul(out, u, b, Transpose::Nt, scale, Addend::Destination)?;
         }
@@ -61,14 +123,10 @@ impl EmbedWeights {
     }
 }
 
-impl EmbedGradients {
-    /// Adds the gradients of the trainable parts, for `ids` and the gradient `dx: [N, D]` of their
-    /// embeddings.
-    ///
-    /// # Errors
-    /// A tensor operation failed.
-    pub fn backward(&self, config: &ModelConfig, ids: &[u32], dx: &Tensor) -> Result<()> {
-        let (factor, skip) = (config.embedding_factor, config.pad_token_id);
+impl TableGradients {
+    /// Adds the gradients of the trainable parts, for `ids` and the gradient `dx: [N, width]` of
+    /// their rows times `factor`. The row of the token `skip` gets none.
+    fn backward(&self, (factor, skip): (f64, Option<u32>), ids: &[u32], dx: &Tensor) -> Result<()> {
         if let Some(grad) = &self.table {
             embed_backward(grad, ids, dx, factor, skip)?;
         }

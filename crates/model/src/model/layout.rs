@@ -11,9 +11,11 @@ use super::ModelConfig;
 use super::block_part::{BlockPart, XIELU};
 use super::composition::{
     AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation, MlpAndExperts,
-    PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
+    PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
 };
-use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
+use crate::weights::{
+    EMBED_PER_LAYER_MODULE, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts,
+};
 
 /// The module of the last norm, in every family.
 pub(super) const FINAL_NORM_MODULE: &str = "model.norm";
@@ -69,7 +71,8 @@ impl WeightShape {
 pub struct BlockModule {
     /// The role in the block.
     pub part: BlockPart,
-    /// The name in the checkpoint, after that of the block; `{}` stands for an expert's number.
+    /// The name in the checkpoint, after that of the block, or of the model if it is a part of it;
+    /// `{}` stands for an expert's number.
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
@@ -81,6 +84,7 @@ impl BlockModule {
     /// Returns its name in block `layer`, such as `model.layers.0.self_attn.q_proj`.
     pub fn name_in(&self, layer: usize) -> String {
         match self.part.expert() {
+            None if self.part.is_of_model() => format!("model.{}", self.name),
             None => format!("model.layers.{layer}.{}", self.name),
             Some(expert) => {
                 format!("model.layers.{layer}.{}", self.name.replacen("{}", &expert.to_string(), 1))
@@ -115,12 +119,14 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let (d, heads) = (self.0.hidden_size, mixer.heads);
         let (q, kv, qkv) = (heads.q_width(), heads.kv_width(), heads.qkv_width());
+        let has_keys = mixer.reads_from().is_none();
         let mut rows = if mixer.fused.is_some() {
             vec![self.linear(P::QkvProj, (qkv, d), mixer.qkv_bias)]
         } else {
             let with_gates = if mixer.has_gates { 2 * q } else { q };
-            let own_values = (mixer.values != Values::NormedKeys).then_some((P::VProj, kv));
-            let inputs = [(P::QProj, with_gates), (P::KProj, kv)].into_iter().chain(own_values);
+            let keys = has_keys.then_some((P::KProj, kv));
+            let values = (has_keys && mixer.values != Values::NormedKeys).then_some((P::VProj, kv));
+            let inputs = std::iter::once((P::QProj, with_gates)).chain(keys).chain(values);
             inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).collect()
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
@@ -130,7 +136,8 @@ impl LayoutTable<'_> {
             QkNormWidth::PlainHeadAfterRope => None,
         };
         if let Some([q, k]) = mixer.qk_norm.and_then(of_heads) {
-            rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
+            rows.push(self.norm(P::QNorm, q, false));
+            rows.extend(has_keys.then(|| self.norm(P::KNorm, k, false)));
         }
         rows.extend(mixer.has_sinks.then(|| self.norm(P::Sinks, heads.num_heads, false)));
         rows
@@ -184,7 +191,7 @@ impl LayoutTable<'_> {
 
     fn gated_mlp(&self, mixer: &GatedMlp) -> Vec<BlockModule> {
         use BlockPart as P;
-        let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
+        let (d, f) = (self.0.hidden_size, mixer.width(self.0.intermediate_size));
         let mut rows = if mixer.fused {
             vec![self.linear(P::GateUpProj, (2 * f, d), mixer.bias)]
         } else {
@@ -267,6 +274,23 @@ impl LayoutTable<'_> {
         rows
     }
 
+    /// Returns the parts around the per-layer input of block `layer`, and in the first block those
+    /// that make the inputs of all blocks.
+    fn per_layer_input(&self, input: &PerLayerInput, layer: usize) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, p, all) = (self.0.hidden_size, input.width, self.0.per_layer_width(self.0.num_layers()));
+        let mut rows = vec![
+            self.linear(P::PerLayerGate, (p, d), false),
+            self.linear(P::PerLayerProjection, (d, p), false),
+            self.norm(P::PerLayerNorm, d, self.0.hidden_norm.has_bias()),
+        ];
+        if layer == 0 {
+            rows.push(self.linear(P::PerLayerModel, (all, d), false));
+            rows.push(self.norm(P::PerLayerModelNorm, p, false));
+        }
+        rows
+    }
+
     fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
@@ -298,6 +322,7 @@ impl BlockLayout {
             ChannelMixer::MlpAndExperts(mixer) => table.mlp_and_experts(mixer),
         });
         rows.extend(table.norms(block.residual));
+        rows.extend(block.per_layer_input.iter().flat_map(|input| table.per_layer_input(input, layer)));
         rows.extend(block.has_output_factor.then(|| table.norm(BlockPart::OutputFactor, 1, false)));
         // Linear layers come before norms: runs number parameters and dropout masks in this order.
         rows.sort_by_key(|module| module.part.group().is_none());
@@ -334,11 +359,12 @@ impl BlockLayout {
     }
 }
 
-/// Returns the number of weights of experts that a token does not use, over all blocks; 0 without
-/// experts.
+/// Returns the number of weights that a token does not use: those of experts that are not chosen,
+/// over all blocks, and the table of per-layer inputs, of which it reads a row; 0 without both.
 pub fn unused_weights(config: &ModelConfig) -> u64 {
     let of_layer = |layer| BlockLayout::new(config, layer).unused_weights(config, layer);
-    (0..config.num_layers()).map(of_layer).sum()
+    let table = (config.vocab_size * config.per_layer_width(config.num_layers())) as u64;
+    (0..config.num_layers()).map(of_layer).sum::<u64>() + table
 }
 
 /// Returns the stacks in which checkpoints of this model may have its experts, each with the names
@@ -370,6 +396,17 @@ pub fn stacked_experts(config: &ModelConfig) -> Vec<StackParts> {
     stacks
 }
 
+/// Returns the modules behind the per-layer inputs other than the embedding: their table,
+/// projection and norm; none in a model without such inputs.
+pub fn per_layer_modules(config: &ModelConfig) -> Vec<String> {
+    let is_part = |module: &NamedModule| match module.part {
+        ModelPart::EmbedPerLayer => true,
+        ModelPart::Block { part, .. } => part.is_of_model(),
+        _ => false,
+    };
+    model_modules(config).into_iter().filter(is_part).map(|module| module.name).collect()
+}
+
 /// A part of the model whose weights are used together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Segment {
@@ -386,6 +423,8 @@ pub enum Segment {
 pub enum ModelPart {
     /// The token embedding.
     EmbedTokens,
+    /// The table of each token's part in the per-layer inputs of all blocks.
+    EmbedPerLayer,
     /// A module of a block.
     Block {
         /// Number of the block.
@@ -403,7 +442,7 @@ impl ModelPart {
     /// Returns the segment that uses it.
     pub fn segment(self) -> Segment {
         match self {
-            ModelPart::EmbedTokens => Segment::Embed,
+            ModelPart::EmbedTokens | ModelPart::EmbedPerLayer => Segment::Embed,
             ModelPart::Block { layer, .. } => Segment::Block(layer),
             ModelPart::FinalNorm | ModelPart::LmHead => Segment::Head,
         }
@@ -412,7 +451,7 @@ impl ModelPart {
     /// Returns whether it is a norm.
     pub(crate) fn is_norm(self) -> bool {
         match self {
-            ModelPart::EmbedTokens | ModelPart::LmHead => false,
+            ModelPart::EmbedTokens | ModelPart::EmbedPerLayer | ModelPart::LmHead => false,
             ModelPart::Block { part, .. } => part.group().is_none() && !part.is_apart(),
             ModelPart::FinalNorm => true,
         }
@@ -435,6 +474,11 @@ pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let bias = config.hidden_norm.has_bias();
     let table = WeightShape::Matrix { out: config.vocab_size, inputs: config.hidden_size };
     let mut all = vec![whole(EMBED_TOKENS_MODULE, ModelPart::EmbedTokens, table)];
+    let per_layer = config.per_layer_width(config.num_layers());
+    if per_layer > 0 {
+        let table = WeightShape::Matrix { out: config.vocab_size, inputs: per_layer };
+        all.push(whole(EMBED_PER_LAYER_MODULE, ModelPart::EmbedPerLayer, table));
+    }
     for layer in 0..config.num_layers() {
         all.extend(BlockLayout::new(config, layer).modules().iter().map(|module| NamedModule {
             name: module.name_in(layer),

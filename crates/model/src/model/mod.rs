@@ -35,20 +35,21 @@ mod stored;
 
 pub use assemble::ParamLookup;
 pub use block::{
-    ActivationWeights, AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights,
-    ChannelMixerWeights, ConvState, DeltaState, DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights,
-    GatedDeltaWeights, GatedMlpWeights, KeyValueCache, LatentUp, LatentWeights, MixerNorms,
-    MlpAndExpertsWeights, PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights,
-    TokenMixerWeights, XieluWeights, backward, forward, recompute,
+    ActivationWeights, AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, Carried,
+    CarriedBackward, CarriedGradients, ChannelMixerWeights, ConvState, DeltaState, DropoutContext,
+    ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, KeyValueCache,
+    LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PerLayerModelWeights, PerLayerWeights,
+    PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
+    backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
-    LatentMixer, MlpActivation, MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
-    ShortConvMixer, TokenMixer, Values,
+    LatentMixer, MlpActivation, MlpAndExperts, PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan,
+    SharedExpert, Sharing, ShortConvMixer, TokenMixer, Values,
 };
 pub use config::ModelConfig;
-pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
+pub use embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
 pub(crate) use families::families;
 pub use families::{
     Architecture, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
@@ -57,7 +58,8 @@ pub use families::{
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
 pub use layout::{
-    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, stacked_experts, unused_weights,
+    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, per_layer_modules, stacked_experts,
+    unused_weights,
 };
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, LatentMixer, QkNormWidth, TokenMixer, Values};
+use super::composition::{AttentionMixer, Experts, LatentMixer, QkNormWidth, Sharing, TokenMixer, Values};
 use super::config::ModelConfig;
 use crate::ops::attention::Heads;
 use crate::ops::experts::{Router, RouterScores, SUM_OFFSET};
@@ -74,6 +74,9 @@ impl ModelConfig {
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
         match mixer {
             TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
+            TokenMixer::Attention(AttentionMixer { sharing: Sharing::Read { owner }, .. }) => {
+                format!("attention to the keys and values of block {owner}")
+            }
             TokenMixer::Attention(AttentionMixer { values: Values::Projected, chunk, qk_norm, .. }) => {
                 let chunk = chunk.map_or_else(String::new, |chunk| format!(" in blocks of {chunk}"));
                 let is_normed = *qk_norm == Some(QkNormWidth::PlainHeadAfterRope);

@@ -130,7 +130,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
             continue;
         }
         let role = match part {
-            ModelPart::EmbedTokens => Role::Embedding,
+            ModelPart::EmbedTokens | ModelPart::EmbedPerLayer => Role::Embedding,
             ModelPart::Block { part: BlockPart::DeltaStep, .. } => Role::Bias,
             ModelPart::Block { part, .. } if part.is_buffer() => Role::Buffer,
             ModelPart::Block { part, .. } if part.is_bias_of_experts() => Role::Bias,
@@ -155,7 +155,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
 /// Returns every module of the model that an adapter could name, in order, also a tied head.
 pub fn modules(config: &ModelConfig) -> Vec<Module> {
     let kind = |part: ModelPart| match part {
-        ModelPart::EmbedTokens => ModuleKind::Embedding,
+        ModelPart::EmbedTokens | ModelPart::EmbedPerLayer => ModuleKind::Embedding,
         ModelPart::LmHead => ModuleKind::Head,
         ModelPart::Block { part, .. } if part.is_router() => ModuleKind::Router,
         ModelPart::Block { part, .. } if part.is_gate() => ModuleKind::Gate,

@@ -4,7 +4,9 @@
 use std::collections::{BTreeSet, HashSet};
 
 use super::ModelConfig;
-use super::layout::stacked_experts;
+use super::block_part::BlockPart;
+use super::composition::{AttentionMixer, BlockConfig};
+use super::layout::{per_layer_modules, stacked_experts};
 use super::parameters;
 use crate::error::{Error, Result};
 use crate::units;
@@ -88,13 +90,15 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     if dropped > 0 {
         files.note(format!("{} are quantized: they are neither used nor written", named(dropped)));
     }
+    set_apart_keys(config, files);
     let Some(whole) = &config.text_of else { return };
+    let per_layer = per_layer_modules(config);
     // Such a model has a container in its names by design.
     files.forget_names();
     let [_, quantized] = files.set_apart(|name| {
-        !["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."]
-            .iter()
-            .any(|start| name.starts_with(start))
+        let parts = ["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."];
+        let is_part = parts.iter().any(|start| name.starts_with(start));
+        !is_part && !per_layer.iter().any(|module| is_of(name, module))
     });
     // A GGUF file holds the text part alone.
     files.write_whole(quantized == 0 && files.source() == files.folder());
@@ -104,6 +108,33 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
         _ => format!(" and written; its other tensors are not, because {quantized} are quantized"),
     };
     files.note(format!("the text part of an image-text model (`{whole}`) is used{written}"));
+}
+
+/// Sets apart keys and values of blocks that read those of another block: some files have them.
+fn set_apart_keys(config: &ModelConfig, files: &mut ModelFiles) {
+    let reads =
+        |block: &BlockConfig| block.token_mixer.attention().and_then(AttentionMixer::reads_from).is_some();
+    let blocks: HashSet<usize> =
+        config.blocks.iter().enumerate().filter(|(_, block)| reads(block)).map(|(layer, _)| layer).collect();
+    if blocks.is_empty() {
+        return;
+    }
+    let parts = [BlockPart::KProj, BlockPart::VProj, BlockPart::KNorm].map(config.family.module_name);
+    let [kept, dropped] = files.set_apart(|name| {
+        block_of(name).is_some_and(|block| blocks.contains(&block))
+            && parts.iter().any(|module| name.split_once(module).is_some_and(|(_, end)| end.starts_with('.')))
+    });
+    if kept + dropped > 0 {
+        let written = if dropped > 0 {
+            "are neither used nor written"
+        } else {
+            "are not used; written models keep them"
+        };
+        files.note(format!(
+            "{} of keys and values of blocks that read those of another block {written}",
+            units::exact(kept + dropped, "tensor")
+        ));
+    }
 }
 
 /// Removes what tools store beside packed weights and the model does not use: scales of its
@@ -138,6 +169,11 @@ fn pass_over_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()>
         files.note(format!("finetune does not use {count} of the key-value cache's quantization"));
     }
     Ok(())
+}
+
+/// Returns whether a tensor is one of `module`.
+fn is_of(name: &str, module: &str) -> bool {
+    name.strip_prefix(module).is_some_and(|end| end.starts_with('.'))
 }
 
 /// Returns the block of a tensor.

@@ -79,8 +79,12 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
 /// The output head, in every family; a tied model usually does not store it.
 pub const LM_HEAD: &str = "lm_head.weight";
+/// The table of per-layer inputs, in every family that has one.
+pub const EMBED_PER_LAYER: &str = "model.embed_tokens_per_layer.weight";
 /// The module of [`EMBED_TOKENS`].
 pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
+/// The module of [`EMBED_PER_LAYER`].
+pub const EMBED_PER_LAYER_MODULE: &str = "model.embed_tokens_per_layer";
 /// The module of [`LM_HEAD`].
 pub const LM_HEAD_MODULE: &str = "lm_head";
 

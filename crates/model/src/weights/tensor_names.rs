@@ -42,7 +42,15 @@ const OTHER_TOWERS: [&str; 7] =
     ["vision_tower", "vision_model", "visual", "audio_tower", "encoder", "mtp", "draft"];
 
 /// Parts at the root of a text model.
-const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
+const ROOTS: [&str; 7] = [
+    "layers",
+    "embed_tokens",
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+    "norm",
+    "rotary_emb",
+];
 
 /// The head, which is beside the text model.
 const HEAD: &str = "lm_head";
@@ -184,6 +192,7 @@ mod tests {
             ("norm.weight", "model.norm.weight"),
             ("base_model.model.model.embed_tokens", "model.embed_tokens"),
             ("language_model.lm_head.weight", "lm_head.weight"),
+            ("model.language_model.embed_tokens_per_layer.weight", "model.embed_tokens_per_layer.weight"),
             ("model.lm_head.weight", "lm_head.weight"),
         ] {
             assert_eq!(NameRules::default().canonical(name), expected);

@@ -27,7 +27,7 @@ use crate::runtime::trace::{SpanInfo, span};
 pub struct Heads {
     /// H, the query heads.
     pub num_heads: usize,
-    /// K, the key and value heads; divides H.
+    /// K, the key and value heads; divides H. 0 in the rotation of queries alone.
     pub num_kv_heads: usize,
     /// D, the width of a head.
     pub head_dim: usize,
@@ -240,6 +240,9 @@ pub(crate) fn reference(
         turn(&x.reshape((rows, count, dim))?, table, 1.0)?.reshape((rows, count * dim)).map_err(Into::into)
     };
     let q = part(0, heads.num_heads, norm.map(|n| n.q.0))?;
+    if heads.num_kv_heads == 0 {
+        return Ok(q.to_dtype(qkv.dtype())?);
+    }
     let k = part(heads.num_heads, heads.num_kv_heads, norm.map(|n| n.k.0))?;
     Ok(Tensor::cat(&[q, k], 1)?.to_dtype(qkv.dtype())?)
 }
@@ -256,7 +259,7 @@ pub(crate) fn reference_backward(
     let dim = heads.head_dim;
     let parts =
         [(0, heads.num_heads, norm.map(|n| n.q)), (heads.num_heads, heads.num_kv_heads, norm.map(|n| n.k))];
-    for (start, count, weights) in parts {
+    for (start, count, weights) in parts.into_iter().filter(|(_, count, _)| *count > 0) {
         let flat = |t: &Tensor| -> Result<Tensor> {
             Ok(t.narrow(1, start * dim, count * dim)?.contiguous()?.reshape((rows * count, dim))?)
         };

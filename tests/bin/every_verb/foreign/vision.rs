@@ -68,6 +68,60 @@ fn mistral_small_4_is_a_text_part_too() {
     assert!(warnings.contains("`mistral3`"), "{warnings}");
 }
 
+/// Gemma 4 E2B has an audio tower, and its files have keys and values for the blocks that read those
+/// of another block too.
+#[test]
+fn gemma4_e2b_is_a_text_part_beside_audio() {
+    let place = place("tiny-gemma4-e2b");
+    let (expected, _) = loss(&place, "model");
+    edit(&place.path("model/config.json"), |config| {
+        let text = config.take();
+        *config = json!({
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
+            "tie_word_embeddings": true, "audio_config": {"model_type": "gemma4_audio"},
+            "vision_config": {"model_type": "gemma4_vision", "hidden_size": 8}
+        });
+    });
+    rename(&place.path(WEIGHTS), |name| name.replace("model.", "model.language_model."));
+    let mut tensors = read(&place.path(WEIGHTS));
+    for part in ["k_proj", "v_proj", "k_norm"] {
+        let name = |layer: usize| format!("model.language_model.layers.{layer}.self_attn.{part}.weight");
+        let Some(owner) = tensors.get(&name(1)).cloned() else { panic!("no {part}") };
+        for reader in [3, 5] {
+            tensors.insert(name(reader), owner.clone());
+        }
+    }
+    let norm = tensors["model.language_model.norm.weight"].clone();
+    for other in ["audio_tower.layers.0.norm_out", "embed_audio.embedding_projection"] {
+        tensors.insert(format!("model.{other}.weight"), norm.clone());
+    }
+    write(&place.path(WEIGHTS), &tensors);
+    let (found, warnings) = loss(&place, "model");
+    assert_eq!(found.to_bits(), expected.to_bits(), "{found} {expected}");
+    for said in [
+        "6 tensors of keys and values of blocks that read those of another block are not used",
+        "audio_tower",
+    ] {
+        assert!(warnings.contains(said), "{warnings}");
+    }
+    let set = ["--set", "train.max_steps=2", "--set", "optimizer.learning_rate=1e-2"];
+    let train = [&["--model", "model", "--dataset", "rows.jsonl"][..], &set].concat();
+    succeed(&place, &[&train[..], &["--output", "full"]].concat());
+    succeed(&place, &[&train[..], &["--recipe", "lora", "--output", "adapter"]].concat());
+    succeed(&place, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
+    for folder in ["full", "merged"] {
+        assert!(assert_keeps(&place, "model", folder) > 50, "{folder}");
+        let written = read(&place.path(&format!("{folder}/model.safetensors")));
+        for (name, tensor) in &tensors {
+            let is_reader = [".layers.3.", ".layers.5."].iter().any(|layer| name.contains(layer));
+            if is_reader && [".k_proj.", ".v_proj.", ".k_norm."].iter().any(|part| name.contains(part)) {
+                assert_eq!(&written[name], tensor, "{folder} {name}");
+            }
+        }
+        assert!(loss(&place, folder).0 < found - 0.01, "{folder}");
+    }
+}
+
 /// Asserts that `folder` has the config.json and the tensors of `model`, and those that are not of
 /// the text model byte for byte. Returns the number of changed tensors.
 fn assert_keeps(place: &Place, model: &str, folder: &str) -> usize {

@@ -12,7 +12,7 @@ use crate::adapter::files::TABLES;
 use crate::adapter::{SavedAdapter, Target, TensorKind};
 use crate::error::Result;
 use crate::model::{Module, ModuleKind};
-use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
+use crate::weights::{EMBED_PER_LAYER, EMBED_TOKENS, LM_HEAD, ModelFiles};
 
 /// The tie of embedding and head, and the names under which the base stores them.
 pub(super) struct Tie {
@@ -117,7 +117,7 @@ pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> V
     let module = |tensor: &str, shape: &[usize]| {
         let name = tensor.strip_suffix(".weight")?;
         let kind = match tensor {
-            EMBED_TOKENS => ModuleKind::Embedding,
+            EMBED_TOKENS | EMBED_PER_LAYER => ModuleKind::Embedding,
             LM_HEAD => ModuleKind::Head,
             _ if shape.len() == 2 => ModuleKind::Linear,
             // Also the weights of a convolution, which are not quantized either.

@@ -95,7 +95,7 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
     let mut parts = Vec::with_capacity(2 * opened.targets().len());
     for target in opened.targets() {
         let module = match modules.get(&target.name) {
-            Some(ModelPart::EmbedTokens) => {
+            Some(ModelPart::EmbedTokens | ModelPart::EmbedPerLayer) => {
                 return Err(more_than_lora(folder, "it has LoRA on the embedding"));
             }
             Some(ModelPart::Block { part, .. }) if part.expert().is_some() => {

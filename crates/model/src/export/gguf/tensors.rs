@@ -117,6 +117,8 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
 pub(super) fn module_names(facts: &GgufFacts, part: ModelPart) -> Vec<String> {
     match part {
         ModelPart::EmbedTokens => vec!["token_embd".into()],
+        ModelPart::EmbedPerLayer => vec!["per_layer_token_embd".into()],
+        ModelPart::Block { part, .. } if part.is_of_model() => vec![block_part_name(facts, part).into()],
         ModelPart::Block { layer, part: BlockPart::GateUpProj } if facts.splits_gate_up => {
             ["ffn_gate", "ffn_up"].map(|name| format!("blk.{layer}.{name}")).into()
         }
@@ -186,6 +188,11 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::RouterScale => "ffn_gate_inp_s",
         BlockPart::ExpertFactors => "ffn_down_exps_s",
         BlockPart::OutputFactor => "layer_output_scale",
+        BlockPart::PerLayerGate => "inp_gate",
+        BlockPart::PerLayerProjection => "proj",
+        BlockPart::PerLayerNorm => "post_norm",
+        BlockPart::PerLayerModel => "per_layer_model_proj",
+        BlockPart::PerLayerModelNorm => "per_layer_proj_norm",
     }
 }
 

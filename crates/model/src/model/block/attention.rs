@@ -10,17 +10,19 @@
 //! query's position (ministral3). Tokens may attend within blocks alone, which then are spans of
 //! their own (Llama 4). `gate?` is the sigmoid of further outputs of `q_proj` (Qwen3.5). `sink?` is
 //! a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be
-//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes
-//! rotated heads, normed values and gated outputs, which are elementwise.
+//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Keys and values may be
+//! those of an earlier block; `qkv` is then q alone. Backward recomputes rotated heads, normed values
+//! and gated outputs, which are elementwise.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::carried::{Carried, CarriedBackward, CarriedGradients, KeysValues};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
-use crate::model::composition::{AttentionMixer, FusedQkv, QkNormWidth, Values};
+use crate::model::composition::{AttentionMixer, FusedQkv, QkNormWidth, Sharing, Values};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
@@ -41,7 +43,7 @@ pub struct AttentionWeights {
     pub mixer: AttentionMixer,
     /// q, k and v apart, or the one fused `qkv_proj`.
     pub qkv: MergedLinear,
-    /// Norms of q and k.
+    /// Norms of q and k. If the keys are of another block, the second stands for none.
     pub qk_norm: Option<(Param, Param)>,
     /// The logit of each head that joins its softmax, `[H]`.
     pub sinks: Option<Param>,
@@ -66,7 +68,7 @@ impl AttentionSaved {
         let heads = mixer.heads;
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
         let mut parts = vec![
-            ("q, k and v", rows(heads.qkv_width())),
+            ("q, k and v", rows(mixer.projected_heads().qkv_width())),
             ("attention's output", rows(heads.q_width())),
             ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
         ];
@@ -128,6 +130,7 @@ impl AttentionWeights {
         x: &Tensor,
         residual: Option<&Tensor>,
         cache: Option<&mut KeyValueCache>,
+        carried: &mut Carried,
     ) -> Result<(Tensor, AttentionSaved)> {
         let (raw, lora_qkv) = linear::forward(&self.qkv, x, None, pass.branch())?;
         let heads = self.mixer.heads;
@@ -146,7 +149,7 @@ impl AttentionWeights {
         } else {
             (raw, None)
         };
-        let attended = self.attend(pass, &qkv, cache)?;
+        let attended = self.attend(pass, &qkv, cache, carried)?;
         let gated = match &gates {
             None => attended.out.clone(),
             Some(gates) => glu(&Tensor::cat(&[gates, &attended.out], 1)?, Activation::Sigmoid)?,
@@ -156,21 +159,35 @@ impl AttentionWeights {
     }
 
     /// Attends with the queries, keys and values in `qkv: [N, (H + 2K) head_dim]`, before their
-    /// norms and rotation.
+    /// norms and rotation. Keys and values are those of another block, or are kept for others, as
+    /// the mixer declares.
     pub(super) fn attend(
         &self,
         pass: LayerPass<'_>,
         qkv: &Tensor,
         cache: Option<&mut KeyValueCache>,
+        carried: &mut Carried,
     ) -> Result<AttentionOutput> {
         let (rotated, values) = (self.rotate(pass, qkv)?, self.normed_values(pass.config, qkv)?);
-        let inputs = self.inputs(&rotated, qkv, values.as_ref());
+        let of_another = carried.read_by(&self.mixer)?.cloned();
+        let inputs = self.inputs(&rotated, qkv, values.as_ref(), of_another.as_ref());
         let kind = self.mixer.kind();
         let context = pass.context;
+        let keeps = self.mixer.sharing == Sharing::Stored;
         let attended = match cache {
-            None => attention(inputs, &self.spans(context.spans), kind, context.attention)?,
+            None => {
+                if keeps {
+                    let columns =
+                        |view: ColumnView<'_>| view.tensor.narrow(1, view.start, view.len)?.contiguous();
+                    carried.keep(pass.layer, columns(inputs.k)?, columns(inputs.v)?);
+                }
+                attention(inputs, &self.spans(context.spans), kind, context.attention)?
+            }
             Some(cache) => {
                 let (k, v, span) = cache.append(inputs.k, inputs.v)?;
+                if keeps {
+                    carried.keep(pass.layer, k.clone(), v.clone());
+                }
                 let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
                 attention(inputs, &self.spans(&[span]), kind, context.attention)?
             }
@@ -188,13 +205,15 @@ impl AttentionWeights {
         qkv: &Tensor,
         attended: &AttentionOutput,
         dattended: Tensor,
+        state: &mut CarriedBackward<'_>,
     ) -> Result<TensorMut> {
         if let Some(Param { value, grad: Some(grad) }) = &self.sinks {
             attention_sinks_backward(attended, &dattended, value, grad)?;
         }
         let dqkv = {
             let (rotated, values) = (self.rotate(pass, qkv)?, self.normed_values(pass.config, qkv)?);
-            let inputs = self.inputs(&rotated, qkv, values.as_ref());
+            let of_another = state.carried.read_by(&self.mixer)?;
+            let inputs = self.inputs(&rotated, qkv, values.as_ref(), of_another);
             TensorMut::new(attention_backward(
                 inputs,
                 attended,
@@ -205,6 +224,7 @@ impl AttentionWeights {
             )?)
         };
         drop(dattended);
+        let dqkv = self.share_gradients(pass, dqkv, state.gradients)?;
         self.rotate_backward(pass, qkv, &dqkv)?;
         self.norm_values_backward(pass.config, qkv, &dqkv)?;
         Ok(dqkv)
@@ -216,6 +236,30 @@ impl AttentionWeights {
             None => Cow::Borrowed(spans),
             Some(chunk) => Cow::Owned(spans.iter().flat_map(|span| span.in_chunks(chunk)).collect()),
         }
+    }
+
+    /// Moves the gradients of keys and values that are not its own to those of their block, and
+    /// adds those of blocks that read its own. Returns the gradient of its own projection.
+    fn share_gradients(
+        &self,
+        pass: LayerPass<'_>,
+        dqkv: TensorMut,
+        gradients: &mut CarriedGradients,
+    ) -> Result<TensorMut> {
+        let heads = self.mixer.heads;
+        let (q, kv) = (heads.q_width(), heads.kv_width());
+        let starts = [q, heads.qk_width()];
+        if let Some(owner) = self.mixer.reads_from() {
+            let [dk, dv] = starts.map(|start| dqkv.narrow(1, start, kv).map(TensorMut::into_tensor));
+            gradients.add_keys_values(owner, [dk?, dv?])?;
+            let dq = dqkv.narrow(1, 0, q)?.into_tensor();
+            return Ok(TensorMut::new(dq.contiguous()?));
+        }
+        for (sum, start) in gradients.take_keys_values(pass.layer).into_iter().flatten().zip(starts) {
+            let own = converted(&dqkv.narrow(1, start, kv)?.into_tensor(), DType::F32)?;
+            dqkv.slice_set(&converted(&add(&own, &sum)?, dqkv.dtype())?, 1, start)?;
+        }
+        Ok(dqkv)
     }
 
     /// Returns the normed values, `[N, K head_dim]`, if they have a norm.
@@ -252,9 +296,19 @@ impl AttentionWeights {
     }
 
     /// Takes q and k from the rotated tensor, and v from the normed `values` or from the raw
-    /// projection.
-    fn inputs<'a>(&self, rotated: &'a Tensor, qkv: &'a Tensor, values: Option<&'a Tensor>) -> Qkv<'a> {
+    /// projection, or both k and v of another block.
+    fn inputs<'a>(
+        &self,
+        rotated: &'a Tensor,
+        qkv: &'a Tensor,
+        values: Option<&'a Tensor>,
+        of_another: Option<&'a KeysValues>,
+    ) -> Qkv<'a> {
         let heads = self.mixer.heads;
+        if let Some(KeysValues { k, v }) = of_another {
+            let [q, k, v] = [rotated, k, v].map(ColumnView::all);
+            return Qkv { q, k, v };
+        }
         let raw = || ColumnView { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() };
         Qkv {
             q: ColumnView { tensor: rotated, start: 0, len: heads.q_width() },
@@ -263,9 +317,10 @@ impl AttentionWeights {
         }
     }
 
-    /// Returns the normed and rotated q and k, `[N, (H + K) head_dim]`, from the raw projection.
+    /// Returns the normed and rotated q and k, `[N, (H + K) head_dim]`, from the raw projection; q
+    /// alone if k is of another block.
     fn rotate(&self, pass: LayerPass<'_>, qkv: &Tensor) -> Result<Tensor> {
-        let (heads, table) = (self.mixer.heads, self.table(pass));
+        let (heads, table) = (self.mixer.projected_heads(), self.table(pass));
         let normed = self.whole_norm(pass.config, qkv)?;
         let rotated =
             rotary(normed.as_ref().unwrap_or(qkv), heads, self.head_norm(pass.config), &table.rotary)?;
@@ -278,7 +333,7 @@ impl AttentionWeights {
 
     /// Converts the gradient of the rotated q and k in `dqkv` to that of the raw projection.
     fn rotate_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
-        let (config, heads, table) = (pass.config, self.mixer.heads, self.table(pass));
+        let (config, heads, table) = (pass.config, self.mixer.projected_heads(), self.table(pass));
         if let Some(factors) = &table.query_factors {
             let dq = dqkv.narrow(1, 0, heads.q_width())?.into_tensor();
             dqkv.slice_set(&dq.broadcast_mul(&factors.to_dtype(dq.dtype())?)?, 1, 0)?;
@@ -393,6 +448,7 @@ impl AttentionWeights {
         pass: LayerPass<'_>,
         saved: &AttentionSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
+        state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
         let (heads, source) = (self.mixer.heads, pass.source());
         let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
@@ -415,7 +471,7 @@ impl AttentionWeights {
                 (half(q..2 * q)?, Some(half(0..q)?))
             }
         };
-        let dqkv = self.attend_backward(pass, &saved.qkv, &saved.attended, dattended)?;
+        let dqkv = self.attend_backward(pass, &saved.qkv, &saved.attended, dattended, state)?;
         let dqkv = match dgates {
             None => dqkv,
             Some(dgates) => {

@@ -139,7 +139,7 @@ impl ChannelMixerSaved {
         dtype: DType,
     ) -> Vec<(&'static str, usize)> {
         match mixer {
-            ChannelMixer::GatedMlp(_) => GatedMlpSaved::parts(config, tokens, dtype).into(),
+            ChannelMixer::GatedMlp(mlp) => GatedMlpSaved::parts(mlp, config, tokens, dtype).into(),
             ChannelMixer::PlainMlp(_) => PlainMlpSaved::parts(config, tokens, dtype).into(),
             ChannelMixer::Experts(experts) => {
                 ExpertsSaved::parts(experts, config.hidden_size, tokens, dtype).into()

@@ -38,8 +38,14 @@ pub(super) struct GatedMlpSaved {
 
 impl GatedMlpSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(config: &ModelConfig, tokens: usize, dtype: DType) -> [(&'static str, usize); 1] {
-        [("gate and up", tokens * 2 * config.intermediate_size * dtype.size_in_bytes())]
+    pub(super) fn parts(
+        mlp: &GatedMlp,
+        config: &ModelConfig,
+        tokens: usize,
+        dtype: DType,
+    ) -> [(&'static str, usize); 1] {
+        let width = mlp.width(config.intermediate_size);
+        [("gate and up", tokens * 2 * width * dtype.size_in_bytes())]
     }
 
     /// Returns all tensors that it holds.

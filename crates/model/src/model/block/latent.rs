@@ -17,6 +17,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 
 use super::attention::{AttentionWeights, KeyValueCache};
+use super::carried::{Carried, CarriedBackward};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::Param;
@@ -242,6 +243,7 @@ impl LatentWeights {
         x: &Tensor,
         residual: Option<&Tensor>,
         cache: Option<&mut KeyValueCache>,
+        carried: &mut Carried,
     ) -> Result<(Tensor, LatentSaved)> {
         let columns = LatentColumns::new(&self.mixer);
         let (first, lora_first) = linear::forward(&self.attention.qkv, x, None, pass.branch())?;
@@ -253,7 +255,7 @@ impl LatentWeights {
         let (q, lora_q) = of_q.unzip();
         let (kv, lora_kv) = up(&self.kv_up, columns.kv_latent())?;
         let qkv = columns.assembled(&first, q.as_ref(), &kv)?;
-        let attended = self.attention.attend(pass, &qkv, cache)?;
+        let attended = self.attention.attend(pass, &qkv, cache, carried)?;
         drop(qkv);
         let out = columns.without_zeros(&attended.out)?;
         let (y, lora_o) = linear::forward(&self.attention.o, &out, residual, pass.branch())?;
@@ -267,6 +269,7 @@ impl LatentWeights {
         pass: LayerPass<'_>,
         saved: &LatentSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
+        state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
         let (source, columns) = (pass.source(), LatentColumns::new(&self.mixer));
         let (dattended, pending) = linear::backward(&self.attention.o, &saved.lora_o, &dout, source)?;
@@ -276,7 +279,8 @@ impl LatentWeights {
         }
         let dattended = columns.with_zeros(dattended)?;
         let qkv = columns.assembled(&saved.first, saved.q.as_ref(), &saved.kv)?;
-        let dqkv = self.attention.attend_backward(pass, &qkv, &saved.attended, dattended)?.into_tensor();
+        let dqkv =
+            self.attention.attend_backward(pass, &qkv, &saved.attended, dattended, state)?.into_tensor();
         drop(qkv);
         let [dq, dkv, dshared] = columns.parted(&dqkv)?;
         drop(dqkv);

@@ -56,7 +56,7 @@ impl MlpAndExpertsSaved {
         dtype: DType,
     ) -> Vec<(&'static str, usize)> {
         let mut parts: Vec<_> = ExpertsSaved::parts(&mixer.experts, config.hidden_size, tokens, dtype).into();
-        parts[0].1 += GatedMlpSaved::parts(config, tokens, dtype)[0].1;
+        parts[0].1 += GatedMlpSaved::parts(&mixer.mlp, config, tokens, dtype)[0].1;
         let outputs = 2 * tokens * config.hidden_size * dtype.size_in_bytes();
         parts.push(("outputs before norms of the mixers", outputs));
         parts

@@ -14,7 +14,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 33] = [
+const MODELS: [&str; 35] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -42,6 +42,10 @@ const MODELS: [&str; 33] = [
         "attention_k_eq_v": true, "global_head_dim": 8, "num_global_key_value_heads": 1"#,
     r#""model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 8"#,
+    r#""model_type": "gemma4_text", "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 8,
+        "layer_types": ["full_attention", "full_attention"], "global_head_dim": 8, "num_kv_shared_layers": 1"#,
+    r#""model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "use_double_wide_mlp": true,
+        "layer_types": ["full_attention", "full_attention"], "global_head_dim": 8, "num_kv_shared_layers": 1"#,
     // Every expert is chosen: one without rows would hold no adapter.
     r#""model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 3"#,
     r#""model_type": "gpt_neox", "rotary_pct": 0.5"#,
@@ -165,8 +169,11 @@ fn forward_of(
     let tables = RotaryTables::new(&config.ropes, &Device::Cpu).of_spans(&config.ropes, &spans)?;
     let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout, balance: None };
     let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
-    let (_, saved) = forward(config, 0, &weights, &x, &context, None)?;
-    assert_eq!(bits(&recompute(config, 0, &weights, &x, &context)?)?, bits(&saved)?);
+    let width = config.per_layer_width(config.num_layers());
+    let rows = (width > 0).then(|| normal("rows", &[TOKENS, width], params.dtype)).transpose()?;
+    let mut carried = Carried::new(rows.map(|rows| rows.value));
+    let (_, saved) = forward(config, 0, &weights, &x, &context, &mut carried, None)?;
+    assert_eq!(bits(&recompute(config, 0, &weights, &x, &context, &carried)?)?, bits(&saved)?);
     Ok(saved)
 }
 

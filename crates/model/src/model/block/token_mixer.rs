@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
+use super::carried::{Carried, CarriedBackward};
 use super::gated_delta::{DeltaState, GatedDeltaSaved, GatedDeltaWeights};
 use super::latent::{LatentSaved, LatentWeights};
 use super::short_conv::{ConvState, ShortConvSaved, ShortConvWeights};
@@ -43,22 +44,23 @@ impl TokenMixerWeights {
         x: &Tensor,
         residual: Option<&Tensor>,
         cache: Option<&mut BlockCache>,
+        carried: &mut Carried,
     ) -> Result<(Tensor, TokenMixerSaved)> {
         match (self, cache) {
-            (TokenMixerWeights::Attention(attention), None) => {
-                let (out, saved) = attention.forward(pass, x, residual, None)?;
+            (TokenMixerWeights::Attention(attention), None | Some(BlockCache::OfAnother)) => {
+                let (out, saved) = attention.forward(pass, x, residual, None, carried)?;
                 Ok((out, TokenMixerSaved::Attention(saved)))
             }
             (TokenMixerWeights::Attention(attention), Some(BlockCache::KeysAndValues(cache))) => {
-                let (out, saved) = attention.forward(pass, x, residual, Some(cache))?;
+                let (out, saved) = attention.forward(pass, x, residual, Some(cache), carried)?;
                 Ok((out, TokenMixerSaved::Attention(saved)))
             }
             (TokenMixerWeights::Latent(latent), None) => {
-                let (out, saved) = latent.forward(pass, x, residual, None)?;
+                let (out, saved) = latent.forward(pass, x, residual, None, carried)?;
                 Ok((out, TokenMixerSaved::Latent(saved)))
             }
             (TokenMixerWeights::Latent(latent), Some(BlockCache::KeysAndValues(cache))) => {
-                let (out, saved) = latent.forward(pass, x, residual, Some(cache))?;
+                let (out, saved) = latent.forward(pass, x, residual, Some(cache), carried)?;
                 Ok((out, TokenMixerSaved::Latent(saved)))
             }
             (TokenMixerWeights::GatedDelta(delta), None) => {
@@ -88,13 +90,14 @@ impl TokenMixerWeights {
         pass: LayerPass<'_>,
         saved: &TokenMixerSaved,
         half: MixerBackward,
+        state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
         match (self, saved) {
             (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
-                attention.backward(pass, saved, half)
+                attention.backward(pass, saved, half, state)
             }
             (TokenMixerWeights::Latent(latent), TokenMixerSaved::Latent(saved)) => {
-                latent.backward(pass, saved, half)
+                latent.backward(pass, saved, half, state)
             }
             (TokenMixerWeights::GatedDelta(delta), TokenMixerSaved::GatedDelta(saved)) => {
                 delta.backward(pass, saved, half)
@@ -148,6 +151,8 @@ pub enum BlockCache {
     State(DeltaState),
     /// The last inputs of a convolution.
     Convolution(ConvState),
+    /// Nothing: the block reads the keys and values of another one.
+    OfAnother,
 }
 
 impl BlockCache {
@@ -163,6 +168,7 @@ impl BlockCache {
         device: &Device,
     ) -> Result<Self> {
         Ok(match &config.blocks[layer].token_mixer {
+            TokenMixer::Attention(attention) if attention.reads_from().is_some() => BlockCache::OfAnother,
             TokenMixer::Attention(attention) | TokenMixer::Latent(LatentMixer { attention, .. }) => {
                 BlockCache::KeysAndValues(KeyValueCache::new(attention.heads, capacity, dtype, device)?)
             }
@@ -174,6 +180,7 @@ impl BlockCache {
     /// Returns the bytes of the cache of block `layer` for `capacity` tokens.
     pub fn bytes(config: &ModelConfig, layer: usize, capacity: usize, dtype: DType) -> u64 {
         match &config.blocks[layer].token_mixer {
+            TokenMixer::Attention(attention) if attention.reads_from().is_some() => 0,
             TokenMixer::Attention(attention) | TokenMixer::Latent(LatentMixer { attention, .. }) => {
                 let token = 2 * attention.heads.kv_width() * dtype.size_in_bytes();
                 (capacity as u64).saturating_mul(token as u64)

@@ -1,20 +1,23 @@
 //! Gemma 4, text only: plain norms, also of values, and a stored factor on each block's output. Per
-//! layer of full attention it has five with a sliding window. The two kinds have heads and ropes of
-//! their own. The 26B-A4B model has experts beside the MLP.
+//! layer of full attention it has four or five with a sliding window. The two kinds have heads and
+//! ropes of their own. The 26B-A4B model has experts beside the MLP. In E2B and E4B blocks have
+//! inputs of their own, and the last ones read keys and values of earlier ones of their kind.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::GgufFacts;
-use super::sizes::{self, MOST_HEADS, MOST_WIDE, ModelSizes};
+use super::sizes::{self, MOST_HEADS, MOST_TOKENS, MOST_WIDE, ModelSizes};
 use super::{gemma, parts};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, Experts, MlpAndExperts, QkNormWidth, ResidualPlan, Values,
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, MlpAndExperts, PerLayerInput, QkNormWidth,
+    ResidualPlan, Sharing, Values,
 };
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::attention::Heads;
 use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
 /// The `model_type` of the text part of the 12B model, which has other defaults.
@@ -34,18 +37,26 @@ pub(super) static GEMMA4: Architecture = Architecture {
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let is_unified = keys.opt_str("model_type")? == Some(UNIFIED);
-    refuse_small_models(keys, is_unified)?;
     let mut kinds = parts::layer_kinds(keys, sizes, "layer_types", KINDS, |layer| {
         usize::from(!(layer + 1).is_multiple_of(6))
     })?;
     // transformers computes full attention in the last layer in any case.
     kinds.last_mut().into_iter().for_each(|kind| *kind = 0);
+    let sharing = sharing(keys, &kinds)?;
     let heads = heads_of_kinds(keys, sizes, &kinds)?;
     let keys_are_values = keys.bool_or("attention_k_eq_v", false)?;
     let window = parts::window(keys, Some(if is_unified { 1024 } else { 512 }))?;
     let attention = parts::attention(keys, sizes)?;
-    let channel_mixer = channel_mixer(keys)?;
-    let block = |kind: usize| {
+    let (mlp, experts) = (gemma::mlp(keys)?, experts(keys)?);
+    let per_layer_input = per_layer_input(keys, mlp.activation, is_unified)?;
+    let widens = keys.bool_or("use_double_wide_mlp", false)?;
+    let block = |(kind, sharing): (usize, Sharing)| {
+        let reads = matches!(sharing, Sharing::Read { .. });
+        let mlp = GatedMlp { times_wide: if widens && reads { 2 } else { 1 }, ..mlp };
+        let channel_mixer: ChannelMixer = match experts {
+            None => mlp.into(),
+            Some(experts) => MlpAndExperts { mlp, experts }.into(),
+        };
         let is_full = kind == 0;
         let attention = AttentionMixer {
             heads: heads[kind],
@@ -54,41 +65,45 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
             scale: 1.0,
             softcap: None,
             qk_norm: Some(QkNormWidth::Head),
-            values: if is_full && keys_are_values { Values::NormedKeys } else { Values::Normed },
+            values: match () {
+                () if reads => Values::Projected,
+                () if is_full && keys_are_values => Values::NormedKeys,
+                () => Values::Normed,
+            },
+            sharing,
             ..attention
         };
         BlockConfig {
             residual: ResidualPlan::PreAndPostNorm,
             has_output_factor: true,
+            per_layer_input,
             ..BlockConfig::pre_norm(attention, channel_mixer)
         }
     };
-    let blocks = kinds.into_iter().map(block).collect();
+    let blocks = kinds.into_iter().zip(sharing).map(block).collect();
     let composition = gemma::compose(keys, sizes, blocks, ropes(keys, sizes, heads)?, None)?;
     Ok(Composition { norm: NormKind { unit_offset: false, ..composition.norm }, ..composition })
 }
 
-/// Reads the MLP, with the experts beside it if the model has some.
-fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
-    let mlp = gemma::mlp(keys)?;
+/// Reads the experts beside the MLP, if the model has some.
+fn experts(keys: &ConfigReader<'_>) -> Result<Option<Experts>> {
     if !keys.bool_or("enable_moe_block", false)? {
-        return Ok(mlp.into());
+        return Ok(None);
     }
     let count = keys.size("num_experts", MOST_EXPERTS)?;
-    let experts = Experts {
+    Ok(Some(Experts {
         count,
         router: Router::softmax(keys.size("top_k_experts", count.min(MOST_CHOSEN))?, true),
         has_bias: false,
         has_f32_logits: false,
         layer_biases: false,
         width: keys.size("moe_intermediate_size", MOST_WIDE)?,
-        activation: mlp.activation,
+        activation: gemma::mlp(keys)?.activation,
         has_one_gate_up: false,
         weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: None,
-    };
-    Ok(MlpAndExperts { mlp, experts }.into())
+    }))
 }
 
 fn module_name(part: BlockPart) -> &'static str {
@@ -101,20 +116,48 @@ fn module_name(part: BlockPart) -> &'static str {
     }
 }
 
-/// Refuses the parts of E2B and E4B.
-fn refuse_small_models(keys: &ConfigReader<'_>, is_unified: bool) -> Result<()> {
-    let width = keys.opt_usize("hidden_size_per_layer_input")?.unwrap_or(if is_unified { 0 } else { 256 });
-    let shared = keys.opt_usize("num_kv_shared_layers")?.unwrap_or(0);
-    for (key, found, what) in [
-        ("hidden_size_per_layer_input", width, "embeddings of each layer"),
-        ("num_kv_shared_layers", shared, "keys and values that layers share"),
-    ] {
-        if found != 0 {
-            return Err(refused(key, found, &format!("0; finetune does not compute {what} (E2B, E4B)"))
-                .hint("choose the 12B, 26B-A4B or 31B model"));
-        }
+/// Reads the inputs that blocks have of their own.
+fn per_layer_input(
+    keys: &ConfigReader<'_>,
+    activation: Activation,
+    is_unified: bool,
+) -> Result<Option<PerLayerInput>> {
+    let key = "hidden_size_per_layer_input";
+    let width = keys.opt_usize(key)?.unwrap_or(if is_unified { 0 } else { 256 });
+    match width {
+        0 => return Ok(None),
+        1..=MOST_WIDE if !is_unified => {}
+        _ if is_unified => return Err(refused(key, width, "0; this model type has no such inputs")),
+        _ => return Err(refused(key, width, &format!("0 to {MOST_WIDE}"))),
     }
-    Ok(())
+    let vocabulary = keys.size("vocab_size", MOST_TOKENS)?;
+    let rows = keys.opt_usize("vocab_size_per_layer_input")?.unwrap_or(262_144);
+    if rows != vocabulary {
+        return Err(refused("vocab_size_per_layer_input", rows, &format!("vocab_size, {vocabulary}")));
+    }
+    Ok(Some(PerLayerInput { width, activation }))
+}
+
+/// Returns the origin of the keys and values of each layer: the last `num_kv_shared_layers` read
+/// those of the last layer of their kind before them.
+fn sharing(keys: &ConfigReader<'_>, kinds: &[usize]) -> Result<Vec<Sharing>> {
+    let key = "num_kv_shared_layers";
+    let shared = keys.opt_usize(key)?.unwrap_or(0);
+    let mut all = vec![Sharing::Own; kinds.len()];
+    if shared == 0 {
+        return Ok(all);
+    }
+    let first = kinds.len().checked_sub(shared);
+    for layer in first.unwrap_or(0)..kinds.len() {
+        let owner = first.and_then(|first| kinds[..first].iter().rposition(|kind| *kind == kinds[layer]));
+        let Some(owner) = owner else {
+            let accepted =
+                format!("0, or a number that leaves a layer of {} before them", KINDS[kinds[layer]]);
+            return Err(refused(key, shared, &accepted));
+        };
+        (all[owner], all[layer]) = (Sharing::Stored, Sharing::Read { owner });
+    }
+    Ok(all)
 }
 
 /// Returns the heads of layers of full and of sliding attention: by `per_layer_config`, as
@@ -196,6 +239,7 @@ mod tests {
 
     use crate::error::Result;
     use crate::model::ModelConfig;
+    use crate::model::composition::Sharing;
 
     fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
         let plain = json!({ "model_type": "gemma4_text", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
@@ -248,6 +292,38 @@ mod tests {
         assert!(vision.is_ok(), "tokens of images alone see what follows them");
     }
 
+    #[test]
+    fn the_last_layers_read_keys_of_the_last_layer_of_their_kind_before_them() {
+        let kinds = [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ];
+        let keys = [
+            ("num_hidden_layers", json!(5)),
+            ("layer_types", json!(kinds)),
+            ("use_double_wide_mlp", json!(true)),
+        ];
+        let own = [("hidden_size_per_layer_input", json!(4)), ("vocab_size_per_layer_input", json!(8))];
+        let shared = [("num_kv_shared_layers", json!(2))];
+        let model = config(&[&keys[..], &own, &shared].concat()).expect("a model");
+        let sharing: Vec<Sharing> = model.attentions().map(|attention| attention.sharing).collect();
+        let read = |owner| Sharing::Read { owner };
+        assert_eq!(sharing, [Sharing::Own, Sharing::Stored, Sharing::Stored, read(2), read(1)]);
+        let widths: Vec<usize> = model.blocks.iter().map(|block| block.channel_mixer.mlp_width(24)).collect();
+        assert_eq!((widths, model.per_layer_width(5)), (vec![24, 24, 24, 48, 48], 20));
+        let unified = [("model_type", json!("gemma4_unified_text"))];
+        for (changes, key) in [
+            (&own[..1], "vocab_size_per_layer_input"),
+            (&[&unified[..], &own].concat(), "hidden_size_per_layer_input"),
+        ] {
+            let refused = config(&[&keys[..], changes].concat()).expect_err("another model");
+            assert!(refused.causes().iter().any(|cause| cause.contains(key)), "{refused:?}");
+        }
+    }
+
     /// Each would train another model than config.json describes.
     #[test]
     fn what_is_not_computed_is_refused_by_key() {
@@ -256,9 +332,9 @@ mod tests {
         assert!(config(&[&experts[..], &[("top_k_experts", json!(2)), width.clone()]].concat()).is_ok());
         let part = json!({ "rope_theta": 1e4, "partial_rotary_factor": 0.5 });
         for (key, value) in [
-            ("hidden_size_per_layer_input", json!(16)),
-            ("hidden_size_per_layer_input", Value::Null),
+            ("hidden_size_per_layer_input", json!(1_u64 << 40)),
             ("num_kv_shared_layers", json!(1)),
+            ("num_kv_shared_layers", json!(3)),
             ("use_bidirectional_attention", json!("all")),
             ("global_head_dim", json!(7)),
             ("num_experts", json!(4)),

@@ -9,7 +9,7 @@ use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{
-    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, MlpActivation, PlainMlp, Values,
+    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, MlpActivation, PlainMlp, Sharing, Values,
 };
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
@@ -81,12 +81,13 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         fused: None,
         has_gates: false,
         has_sinks: false,
+        sharing: Sharing::Own,
     })
 }
 
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
-    Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
+    Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false, times_wide: 1 })
 }
 
 /// Reads an MLP without a gate; `default` is the family's activation.
@@ -440,5 +441,10 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::RouterScale => "router.scale",
         BlockPart::ExpertFactors => "router.per_expert_scale",
         BlockPart::OutputFactor => "layer_scalar",
+        BlockPart::PerLayerGate => "per_layer_input_gate",
+        BlockPart::PerLayerProjection => "per_layer_projection",
+        BlockPart::PerLayerNorm => "post_per_layer_input_norm",
+        BlockPart::PerLayerModel => "per_layer_model_projection",
+        BlockPart::PerLayerModelNorm => "per_layer_projection_norm",
     }
 }

@@ -25,6 +25,7 @@ pub(in crate::ops) struct RotaryCase {
 /// Returns the cases of rotation, with and without norms of the heads.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
+    let queries = Heads { num_kv_heads: 0, ..heads };
     let whole = RotaryCase { rows: 21, heads, half: 8, interleaved: false, norm: None, trained: false };
     let variants = [
         (whole, "whole heads"),
@@ -37,6 +38,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             "partial, neighbours, normed heads",
         ),
         (RotaryCase { half: 4, norm: Some(KINDS[0].0), trained: true, ..whole }, "partial, normed heads"),
+        (RotaryCase { heads: queries, norm: Some(KINDS[0].0), trained: true, ..whole }, "queries alone"),
     ];
     variants.into_iter().flat_map(|(turn, what)| turn.cases(what)).collect()
 }

@@ -118,7 +118,8 @@ pub(super) fn backward(
     let n = Numbers::of(heads, norm, table)?;
     let shape = LaunchShape::line(qkv.dim(0)?, THREADS);
     if let (Some(norm), false) = (norm, shape.is_empty()) {
-        for (dgain, of_k) in [(norm.q.1, false), (norm.k.1, true)] {
+        let of_keys = norm.k.1.filter(|_| heads.num_kv_heads > 0);
+        for (dgain, of_k) in [(norm.q.1, false), (of_keys, true)] {
             if let Some(dgain) = dgain {
                 gain_gradient(driver, [qkv, dqkv], &n, table, of_k, dgain)?;
             }
