@@ -3,7 +3,7 @@
 //! their own. The 26B-A4B model has experts beside the MLP.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts, GgufLocalRope, GgufSliding, GgufSoftcap, GgufWindows};
 use super::sizes::{self, MOST_HEADS, MOST_WIDE, ModelSizes};
 use super::{gemma, parts};
 use crate::error::{Error, Result};
@@ -15,6 +15,7 @@ use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::attention::Heads;
 use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
 /// The `model_type` of the text part of the 12B model, which has other defaults.
@@ -28,7 +29,17 @@ pub(super) static GEMMA4: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
     stacked_experts: Some(StackedExperts { gate_up: "experts.gate_up_proj", down: "experts.down_proj" }),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        activation: Activation::GeluTanh,
+        unscaled_scores: true,
+        own_heads: true,
+        logit_softcap: GgufSoftcap::Optional,
+        experts: Some(GgufExperts { has_mlp: true, ..GgufExperts::USUAL }),
+        windows: Some(GgufWindows { period: 1, models: GgufSliding::Always }),
+        local_rope: Some(GgufLocalRope::OwnBase),
+        rope_types: &["proportional"],
+        ..GgufFacts::usual("gemma4")
+    },
     ..parts::architecture("gemma4", &["gemma4_text", UNIFIED], compose)
 };
 

@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::blocks::{BlockParts, BlockSource};
 use super::file::GgufFile;
+use super::order::FileOrder;
+use super::rows::RowRun;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::quant::BlockType;
@@ -38,6 +40,21 @@ pub(crate) struct GgufParameter {
     /// The number that the file has added to each value.
     #[serde(default)]
     pub(crate) added: f32,
+    /// The rows of the parameter that each tensor has, in its order; empty: equal shares in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) rows: Vec<Vec<RowRun>>,
+    /// The columns of the parameter in the order of the file; empty: as in the parameter.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) columns: Vec<RowRun>,
+    /// For each tensor, the number of heads whose matrices it holds transposed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) transposed_heads: Vec<Option<usize>>,
+    /// True if `rows` counts single values.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) by_element: bool,
+    /// True if the file has −exp(v) for each value v.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) is_log_rate: bool,
 }
 
 /// The contents of the list.
@@ -78,18 +95,21 @@ pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
 
 /// Finds the values of a parameter.
 fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
-    let GgufParameter { tensors, expert, shape, interleaved_heads, added } = parameter;
+    let GgufParameter { tensors, expert, shape, interleaved_heads, added, is_log_rate, .. } = parameter;
     let columns = shape.last().copied().unwrap_or(1);
     let elements: usize = shape.iter().product();
     let share = elements / tensors.len().max(1);
+    let order = FileOrder::of(parameter, elements)?;
     let mut sources = Vec::new();
-    for name in tensors {
+    for (at, name) in tensors.iter().enumerate() {
+        let share = order.as_ref().map_or(share, |order| order.elements(at));
         let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
         let experts = if expert.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
         let one = expert.unwrap_or(0);
-        if row != columns || stored != share * experts || one >= experts {
+        let is_wide = order.as_ref().map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
+        if !is_wide || stored != share * experts || one >= experts {
             let what = if expert.is_some() { " for each expert" } else { "" };
             return Err(format!(
                 "`{name}` has shape {:?}; accepted: {share} elements{what} in rows of {columns}",
@@ -120,13 +140,21 @@ fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> 
         stack: None,
     };
     let is_plain = sources.len() == 1 && !first.kind.is_quantized() && *added == 0.0;
-    if is_plain && interleaved_heads.is_none() {
+    if is_plain && interleaved_heads.is_none() && order.is_none() && !is_log_rate {
         return Ok(Placed { info, parts: None });
     }
     let rows = share / columns.max(1);
     if let Some(heads) = interleaved_heads.filter(|heads| *heads == 0 || !rows.is_multiple_of(2 * heads)) {
         return Err(format!("its {rows} rows are no pairs of {heads} heads"));
     }
-    let parts = BlockParts { sources, columns, rows, interleaved_heads: *interleaved_heads, added: *added };
+    let parts = BlockParts {
+        sources,
+        columns,
+        rows,
+        interleaved_heads: *interleaved_heads,
+        added: *added,
+        order,
+        is_log_rate: *is_log_rate,
+    };
     Ok(Placed { info, parts: Some(parts) })
 }
