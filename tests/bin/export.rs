@@ -114,7 +114,7 @@ fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
     (place, read)
 }
 
-/// Golden models that llama.cpp cannot compute: heads of three are not as wide as the model, and two
+/// Golden models that llama.cpp cannot compute: heads of three are not as wide as the model, two
 /// have a layer without experts.
 const NOT_EXPORTED: [&str; 5] =
     ["tiny-cohere2", "tiny-exaone4", "tiny-nemotron", "tiny-qwen3-moe", "tiny-qwen3-next"];

@@ -118,7 +118,7 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
                 let cause = format!("it has LoRA on `{}`, which llama.cpp transposes", target.name);
                 return Err(more_than_lora(folder, &cause));
             }
-            let change = spec.map_or(TensorChange::NONE, |spec| change(config, spec.part));
+            let change = spec.map_or(TensorChange::NONE, |spec| change(config, spec));
             let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
             let expert = match spec.map(|spec| spec.part) {
                 Some(ModelPart::Block { part, .. }) => part.expert().map(usize::from),

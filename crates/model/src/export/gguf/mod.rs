@@ -2,10 +2,11 @@
 //! template, or a LoRA adapter.
 //!
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
-//! does not depend on the model's size. `places` has the names of tensors, `tensors` the changes of values, `metadata`,
-//! `mixers` and `rope` the keys of a `description`, `vocabulary` the tokenizer, `types` the type of each
-//! tensor, `lora` adapters. `base` reads a file as a model to train on. All facts are from
-//! llama.cpp's sources, at the version in llama-cpp-python 0.3.36.
+//! does not depend on the model's size. `places` has the names of tensors and the rows that each
+//! holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
+//! `description`, `vocabulary` the tokenizer, `types` the type of each tensor, `lora` adapters.
+//! `base` reads a file as a model to train on. All facts are from llama.cpp's sources, at the
+//! version in llama-cpp-python 0.3.36.
 
 mod base;
 mod blocks;
@@ -107,9 +108,10 @@ pub fn write_model(
         entries.push(entry);
     }
     for tensor in &planned {
-        let (kind, wanted) = match tensor.is_mxfp4 {
-            true => (BlockType::MXFP4, BlockType::MXFP4),
-            false => mixture.choose(&tensor.place.name, &tensor.shape),
+        let (kind, wanted) = if tensor.is_mxfp4 {
+            (BlockType::MXFP4, BlockType::MXFP4)
+        } else {
+            mixture.choose(&tensor.place.name, &tensor.shape)
         };
         exported.count(kind, wanted);
         entries.push(TensorEntry { name: tensor.place.name.clone(), shape: tensor.shape.clone(), kind });

@@ -93,7 +93,7 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
     let facts = &config.family.gguf;
     let place = |name: &str| TensorPlace::of(format!("blk.{layer}.{name}{}", end(part, spec.role)));
     let all = || place(name(facts, part));
-    let (rows, columns) = (spec.shape[0], row_of(&spec.shape));
+    let (rows, columns) = (spec.shape.first().copied().unwrap_or(1), row_of(&spec.shape));
     match (part, config.blocks[layer].token_mixer) {
         (BlockPart::GateUpProj, _) if facts.splits_gate_up => {
             let half = |i: usize| Some(vec![RowRun::range(i * rows / 2, rows / 2)]);

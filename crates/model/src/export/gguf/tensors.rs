@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use super::places::{TensorPlace, places, row_of};
 use crate::error::Result;
-use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, StoredModel, TokenMixer};
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
 use crate::weights::{ModelFiles, rows_of};
 
 /// Elements of a tensor in memory at a time, unless a row is longer.
@@ -108,17 +108,17 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
         is_mxfp4: is_of_expert && files.is_mxfp4(stored),
         shape: place.shape(spec.part, &spec.shape),
         columns: row_of(&spec.shape),
-        change: change(config, spec.part),
+        change: change(config, spec),
         place,
     };
     places(config, spec).into_iter().map(tensor).collect()
 }
 
-/// Returns the change of the values of a module's parameters.
-pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
-    let mut change = TensorChange::NONE;
+/// Returns the change of a parameter's values.
+pub(super) fn change(config: &ModelConfig, spec: &ParamSpec) -> TensorChange {
+    let (part, mut change) = (spec.part, TensorChange::NONE);
     let is_delta = matches!(part, ModelPart::Block { part: BlockPart::DeltaNorm, .. });
-    if config.norm.unit_offset && part.is_norm() && !is_delta {
+    if config.norm.unit_offset && part.is_norm() && spec.role == Role::Norm && !is_delta {
         change.add = 1.0;
     }
     let ModelPart::Block { layer, part } = part else { return change };

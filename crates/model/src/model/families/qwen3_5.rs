@@ -18,7 +18,7 @@ pub(super) static QWEN3_5: Architecture = Architecture {
     ..parts::architecture("qwen3_5", &["qwen3_5_text"], compose)
 };
 
-/// The architecture `qwen35` of llama.cpp, of which the others with Gated DeltaNet differ by experts.
+/// The architecture `qwen35` of llama.cpp; the others with Gated DeltaNet differ by experts.
 pub(super) const GGUF: GgufFacts = GgufFacts {
     mlp_norm: "post_attention_norm",
     rotates_partly: true,

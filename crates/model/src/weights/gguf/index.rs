@@ -93,28 +93,33 @@ pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
     Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts))
 }
 
-/// Finds the values of a parameter.
-fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
-    let GgufParameter { tensors, expert, shape, interleaved_heads, added, is_log_rate, .. } = parameter;
+/// Finds the tensors of a parameter, whose rows are in `order`.
+fn sources(
+    file: &GgufFile,
+    parameter: &GgufParameter,
+    order: Option<&FileOrder>,
+) -> Result<Vec<BlockSource>, String> {
+    let GgufParameter { tensors, expert, shape, .. } = parameter;
     let columns = shape.last().copied().unwrap_or(1);
-    let elements: usize = shape.iter().product();
-    let share = elements / tensors.len().max(1);
-    let order = FileOrder::of(parameter, elements)?;
+    let share = shape.iter().product::<usize>() / tensors.len().max(1);
     let mut sources = Vec::new();
     for (at, name) in tensors.iter().enumerate() {
-        let share = order.as_ref().map_or(share, |order| order.elements(at));
+        let share = order.map_or(share, |order| order.elements(at));
         let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
         let experts = if expert.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
         let one = expert.unwrap_or(0);
-        let is_wide = order.as_ref().map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
+        let is_wide = order.map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
         if !is_wide || stored != share * experts || one >= experts {
             let what = if expert.is_some() { " for each expert" } else { "" };
             return Err(format!(
                 "`{name}` has shape {:?}; accepted: {share} elements{what} in rows of {columns}",
                 tensor.shape
             ));
+        }
+        if order.is_some_and(FileOrder::is_by_element) && tensor.kind.is_quantized() {
+            return Err(format!("`{name}` has type {}; accepted: f32, f16, bf16", tensor.kind));
         }
         let bytes = tensor.range.len() / experts;
         let start = tensor.range.start + one * bytes;
@@ -123,6 +128,17 @@ fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> 
             place: ShardRange { shard, range: start..start + bytes },
         });
     }
+    Ok(sources)
+}
+
+/// Finds the values of a parameter.
+fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
+    let GgufParameter { tensors, shape, interleaved_heads, added, is_log_rate, .. } = parameter;
+    let columns = shape.last().copied().unwrap_or(1);
+    let elements: usize = shape.iter().product();
+    let share = elements / tensors.len().max(1);
+    let order = FileOrder::of(parameter, elements)?;
+    let sources = sources(file, parameter, order.as_ref())?;
     let first = sources.first().ok_or("the list names no tensor of it")?;
     let dtype = match first.kind {
         BlockType::F32 => StoredDtype::F32,

@@ -2,7 +2,8 @@
 //!
 //! `header` parses the container, `file` opens a model of one or several files. `index` lists the
 //! parameters under their Hugging Face names, and `blocks` decodes their values while they are
-//! read; `rows` and `order` tell which rows of a tensor are those of a parameter. `export::gguf` makes the list and config.json from the metadata.
+//! read; `rows` and `order` tell which rows of a tensor are those of a parameter. `export::gguf`
+//! makes the list and config.json from the metadata.
 
 mod blocks;
 mod file;

@@ -78,6 +78,11 @@ impl FileOrder {
         &self.text
     }
 
+    /// Returns whether single values are in another order.
+    pub(super) fn is_by_element(&self) -> bool {
+        self.row == 1
+    }
+
     /// Returns the number of values of source `at`.
     pub(super) fn elements(&self, at: usize) -> usize {
         self.rows.iter().filter(|place| place.source as usize == at).count() * self.row
@@ -127,5 +132,73 @@ impl FileOrder {
             }
             (at, out) = (at + count, rest);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::RowRun;
+    use super::*;
+    use crate::quant::BlockType;
+    use crate::weights::tensor_info::ShardRange;
+
+    fn parameter(shape: &[usize], rows: Vec<Vec<RowRun>>, columns: Vec<RowRun>) -> GgufParameter {
+        GgufParameter {
+            tensors: Vec::new(),
+            expert: None,
+            shape: shape.to_vec(),
+            interleaved_heads: None,
+            added: 0.0,
+            rows,
+            columns,
+            transposed_heads: Vec::new(),
+            by_element: false,
+            is_log_rate: false,
+        }
+    }
+
+    fn decoded(order: &FileOrder, stored: &[&[f32]], count: usize) -> Vec<f32> {
+        let source = || BlockSource { kind: BlockType::F32, place: ShardRange { shard: 0, range: 0..0 } };
+        let sources: Vec<BlockSource> = stored.iter().map(|_| source()).collect();
+        let bytes: Vec<Vec<u8>> = stored
+            .iter()
+            .map(|values| values.iter().flat_map(|value| value.to_le_bytes()).collect())
+            .collect();
+        let bytes: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
+        let mut out = vec![0.0; count - 1];
+        order.decode(&sources, &bytes, 1, &mut out);
+        out
+    }
+
+    /// Two heads: a key of two columns, transposed, and a value.
+    #[test]
+    fn transposed_keys_and_values_are_one_parameter() {
+        let rows = [0, 1].map(|start| vec![RowRun::blocks(start, 2, 2, 1)]).into();
+        let mut keys = parameter(&[4, 2], rows, Vec::new());
+        keys.transposed_heads = vec![Some(2), None];
+        let order = FileOrder::of(&keys, 8).expect("each row once").expect("another order");
+        let found = decoded(&order, &[&[0.0, 1.0, 10.0, 11.0], &[100.0, 101.0, 110.0, 111.0]], 8);
+        assert_eq!(found, [1.0, 100.0, 101.0, 10.0, 11.0, 110.0, 111.0]);
+    }
+
+    #[test]
+    fn columns_and_vectors_are_put_back() {
+        let in_turns = vec![RowRun { start: 0, counts: [2, 2, 1], strides: [1, 2, 1] }];
+        let columns = parameter(&[2, 4], Vec::new(), in_turns.clone());
+        let order = FileOrder::of(&columns, 8).expect("each column once").expect("another order");
+        let found = decoded(&order, &[&[0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]], 8);
+        assert_eq!(found, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        let vector = parameter(&[4], vec![in_turns], Vec::new());
+        let order = FileOrder::of(&vector, 4).expect("each value once").expect("another order");
+        assert_eq!(decoded(&order, &[&[0.0, 2.0, 1.0, 3.0]], 4), [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn an_order_is_every_row_once() {
+        for rows in [vec![RowRun::range(0, 3)], vec![RowRun::range(0, 4), RowRun::range(0, 1)]] {
+            assert!(FileOrder::of(&parameter(&[4, 1], vec![rows], Vec::new()), 4).is_err());
+        }
+        assert!(FileOrder::of(&parameter(&[1, 2], Vec::new(), vec![RowRun::range(1, 2)]), 2).is_err());
+        assert!(FileOrder::of(&parameter(&[4, 2], Vec::new(), Vec::new()), 8).expect("none").is_none());
     }
 }

@@ -127,7 +127,7 @@ pub(super) fn others(
     let act = match (facts.plain_activations.first(), facts.activation) {
         (Some(PlainActivation::Relu2), _) => "relu2",
         (Some(PlainActivation::Gelu), _) => "gelu",
-        (Some(PlainActivation::GeluTanh), _) | (None, Activation::GeluTanh) => "gelu_pytorch_tanh",
+        (Some(_), _) | (None, Activation::GeluTanh) => "gelu_pytorch_tanh",
         (None, _) => "silu",
     };
     set("hidden_act", act.into());
@@ -219,12 +219,9 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
     let Some(facts) = family.gguf.experts else { return Ok(json) };
     let dense = keys.size("leading_dense_block_count")?.unwrap_or(0);
     let named = |name: &str| format!("blk.{dense}.{name}.weight");
-    let width = |name: &str| {
-        file.tensor(&named(name)).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1))
-    };
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     let count = keys.size("expert_count")?.filter(|count| *count > 0);
-    let Some(count) = count.filter(|_| facts.has_mlp || count.is_some()) else {
+    let Some(count) = count else {
         if facts.has_mlp {
             set("enable_moe_block", false.into());
             return Ok(json);
@@ -252,6 +249,19 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
     for key in ["first_k_dense_replace", "moe_layer_start_index"] {
         set(key, dense.into());
     }
+    json.extend(widths(keys, family, dense)?);
+    json.extend(scores(keys, family)?);
+    Ok(json)
+}
+
+/// Reads the widths of experts from the tensors of block `dense`, the first that has some.
+fn widths(keys: &ArchKeys<'_>, family: &Architecture, dense: usize) -> Result<Map<String, Value>> {
+    let (file, mut json) = (keys.file, Map::new());
+    let named = |name: &str| format!("blk.{dense}.{name}.weight");
+    let width = |name: &str| {
+        file.tensor(&named(name)).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1))
+    };
+    let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     keys.size("expert_feed_forward_length")?;
     keys.size("expert_shared_feed_forward_length")?;
     keys.size("expert_shared_count")?;
@@ -270,7 +280,6 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
     for key in ["n_shared_experts", "moe_num_shared_experts"] {
         set(key, shared.into());
     }
-    json.extend(scores(keys, family)?);
     Ok(json)
 }
 

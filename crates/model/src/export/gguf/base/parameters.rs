@@ -27,7 +27,7 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> 
             ModelPart::Block { part, .. } => part.expert(),
             _ => None,
         };
-        let change = change(config, spec.part);
+        let change = change(config, &spec);
         let parameter = GgufParameter {
             tensors,
             expert: expert.map(usize::from),
