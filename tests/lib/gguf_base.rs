@@ -85,7 +85,7 @@ fn files_have_the_weights_and_ids_of_transformers() {
 /// architecture, a scale of attention that the weights of q absorb, rotated columns as neighbours.
 const DIFFERING: [(&str, &[&str], &[&str]); 6] = [
     ("tiny-gemma2", &["attention scale"], &["self_attn.q_proj"]),
-    ("tiny-glm4-moe-lite", &["model_type"], &["self_attn.q_proj", "self_attn.kv_a_proj"]),
+    ("tiny-glm4-moe-lite", &["model_type", "token mixers"], &["self_attn.q_proj", "self_attn.kv_a_proj"]),
     ("tiny-granite4", &["model_type"], &["shared_mlp"]),
     ("tiny-ministral", &["model_type", "sliding_window"], &[]),
     ("tiny-mistral", &["model_type", "sliding_window"], &[]),

@@ -389,14 +389,14 @@ fn mixers_have_their_keys() {
     let number = |model: &str, keys: &[(&str, u32)]| {
         let (_, arch, change) = MODELS.into_iter().find(|(name, ..)| *name == model).unwrap();
         let (_kept, folder) = folder(model, change);
-        let (_place, read) = exported(&folder, "bf16");
+        let (place, read) = exported(&folder, "bf16");
         for (key, wanted) in keys {
             let value = read.value(&format!("{arch}.{key}"));
             let found = value.to_u32().ok().or(value.to_bool().ok().map(u32::from));
             let found = found.or(value.to_f32().ok().map(|found| (found * 1e6).round() as u32)).unwrap();
             assert_eq!(found, *wanted, "{model}: {key}");
         }
-        read
+        (place, read)
     };
     number(
         "tiny-deepseek-v3",
@@ -419,11 +419,11 @@ fn mixers_have_their_keys() {
             ("rope.scaling.yarn_log_multiplier", 100_000),
         ],
     );
-    let mistral4 =
+    let (_place, mistral4) =
         number("tiny-mistral4", &[("expert_gating_func", 1), ("attention.temperature_length", 16)]);
     assert_eq!(mistral4.value("mistral4.attention.temperature_scale").to_f32().unwrap(), 0.1);
     assert!(!mistral4.has("mistral4.rope.scaling.attn_factor"), "llama.cpp assumes equal factors");
-    let qwen35 = number(
+    let (_place, qwen35) = number(
         "tiny-qwen3-5",
         &[
             ("ssm.conv_kernel", 4),
@@ -443,9 +443,9 @@ fn mixers_have_their_keys() {
     number("tiny-minimax-m2", &[("expert_gating_func", 2), ("rope.dimension_count", 8)]);
     number("tiny-gpt-neox", &[("use_parallel_residual", 1), ("attention.layer_norm_epsilon", 10)]);
     number("tiny-stablelm", &[("use_parallel_residual", 0), ("rope.dimension_count", 2)]);
-    let cohere = number("tiny-cohere2", &[("attention.sliding_window", 8)]);
+    let (_place, cohere) = number("tiny-cohere2", &[("attention.sliding_window", 8)]);
     assert_eq!(cohere.value("cohere2.logit_scale").to_f32().unwrap(), 0.25);
-    let gemma4 = number(
+    let (_place, gemma4) = number(
         "tiny-gemma4",
         &[
             ("attention.key_length", 32),
@@ -482,9 +482,38 @@ fn other_mixers_are_refused() {
     let yarn = json!({ "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5 });
     refuses("tiny-deepseek-v3", "rope_scaling", yarn, "`mscale` is 1 and `mscale_all_dim` 0.5");
     refuses("tiny-ernie4-5-moe", "moe_layer_interval", json!(2), "layers without experts");
-    refuses("tiny-starcoder2", "use_bias", json!(false), "no bias in o_proj");
+    refuses("tiny-starcoder2", "use_bias", json!(false), "no biases in the MLP");
     refuses("tiny-falcon-7b", "parallel_attn", json!(false), "mixers one after the other");
     refuses("tiny-arcee", "mlp_bias", json!(true), "biases in the MLP");
     refuses("tiny-arcee", "hidden_act", json!("gelu"), "the activation Gelu");
     refuses("tiny-cohere", "tie_word_embeddings", json!(false), "`tie_word_embeddings` false");
+}
+
+/// Of each layer, A and B of all experts are a tensor each: gate and up of gpt-oss alternate in B.
+#[test]
+fn an_adapter_on_experts_is_stacked() {
+    let adapter = |name: &str| golden("families/train").join(name).join("adapter_final");
+    let write = |model: &str, name: &str, place: &Path| {
+        let base = golden("families/models").join(model);
+        gguf::write_adapter(&config_of(&base), &adapter(name), "a", "f32".parse().unwrap(), place)
+    };
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.gguf");
+    write("tiny-gpt-oss", "lora_experts_gpt-oss", &path).unwrap();
+    let read = Read::open(&path);
+    let shape = |name: &str| read.content.tensor_infos[name].shape.dims().to_vec();
+    let [gate, up] = ["gate", "up"].map(|part| format!("blk.0.ffn_{part}_exps.weight"));
+    let a = shape(&format!("{gate}.lora_a"));
+    assert_eq!((a[0], a[2]), (4, 64), "an A for each of four experts");
+    assert_eq!(shape(&format!("{gate}.lora_b")), [4, 32, a[1]]);
+    assert!(read.values(&format!("{gate}.lora_a")) == read.values(&format!("{up}.lora_a")));
+    let (gates, ups) = (read.values(&format!("{gate}.lora_b")), read.values(&format!("{up}.lora_b")));
+    assert!(gates != ups && gates.len() == ups.len());
+    for (model, name, fault) in [
+        ("tiny-deepseek-v3", "lora_deepseek-v3", "which llama.cpp computes without adapters"),
+        ("tiny-gemma4-moe", "lora_experts_gemma4-moe", "leaves out the factor of each expert"),
+    ] {
+        let refused = write(model, name, &place.path().join(model)).expect_err(model);
+        assert!(refused.causes().join("; ").contains(fault), "{refused:?}");
+    }
 }

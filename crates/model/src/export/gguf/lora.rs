@@ -18,7 +18,7 @@ use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ModelPart, ParamSpec, Role};
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, TokenMixer};
 use crate::quant::BlockType;
 use crate::weights::{LM_HEAD_MODULE, rows_of};
 
@@ -104,6 +104,10 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             Some(ModelPart::EmbedTokens) => {
                 return Err(more_than_lora(folder, "it has LoRA on the embedding"));
             }
+            Some(part) if fault(config, part).is_some() => {
+                let fault = fault(config, part).unwrap_or_default();
+                return Err(more_than_lora(folder, &format!("it has LoRA on `{}`, {fault}", target.name)));
+            }
             Some(_) => {}
             None if target.name == LM_HEAD_MODULE => {
                 return Err(more_than_lora(
@@ -114,10 +118,6 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             None => return Err(refused(format!("`{}` has no name in llama.cpp", target.name))),
         }
         for place in spec.into_iter().flat_map(|spec| places(config, spec)) {
-            if place.transposed_heads.is_some() {
-                let cause = format!("it has LoRA on `{}`, which llama.cpp transposes", target.name);
-                return Err(more_than_lora(folder, &cause));
-            }
             let change = spec.map_or(TensorChange::NONE, |spec| change(config, spec));
             let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
             let expert = match spec.map(|spec| spec.part) {
@@ -150,6 +150,27 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             &format!("`{}` has not all {count} experts of its layer with one rank", part.targets[0].name),
         )),
         None => Ok(parts),
+    }
+}
+
+/// Returns what is wrong with an adapter of this module in llama.cpp.
+fn fault(config: &ModelConfig, part: ModelPart) -> Option<&'static str> {
+    let ignored = Some("which llama.cpp computes without adapters");
+    match part {
+        ModelPart::LmHead if config.family.gguf.has_latents => ignored,
+        ModelPart::Block { layer, part } => {
+            let block = &config.blocks[layer];
+            let is_latent = matches!(block.token_mixer, TokenMixer::Latent(_));
+            match part {
+                BlockPart::QProj | BlockPart::LatentQ | BlockPart::LatentKv if is_latent => ignored,
+                BlockPart::LatentQUp | BlockPart::LatentKvUp => ignored,
+                BlockPart::ExpertDown(_) if block.channel_mixer.has_both() => {
+                    Some("from which llama.cpp leaves out the factor of each expert")
+                }
+                _ => None,
+            }
+        }
+        _ => None,
     }
 }
 

@@ -14,7 +14,7 @@ use crate::weights::RowRun;
 /// A tensor of the file with rows of a parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorPlace {
-    /// Its name.
+    /// Its name in llama.cpp.
     pub(super) name: String,
     /// The rows in order; `None`: all rows of the parameter.
     pub(super) rows: Option<Vec<RowRun>>,
@@ -65,6 +65,8 @@ impl TensorPlace {
             // The factor on the shared expert is a vector.
             ModelPart::Block { part: BlockPart::SharedFactor, .. } => drop(shape.remove(0)),
             ModelPart::Block { part: BlockPart::DeltaConv, .. } => drop(shape.remove(1)),
+            // Some checkpoints have it as one row.
+            ModelPart::Block { part: BlockPart::RouterBias, .. } => shape = vec![shape.iter().product()],
             _ => {}
         }
         shape

@@ -32,7 +32,7 @@ pub(super) struct TensorChange {
 }
 
 impl TensorChange {
-    /// No change.
+    /// The change that keeps all values.
     pub(super) const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0, is_log_rate: false };
 
     /// Returns the row (of `rows`) that moves to `row`.

@@ -1,11 +1,10 @@
 //! The values of a tensor of a GGUF file as a parameter of the model: decoded, with rows in the
 //! order of Hugging Face checkpoints.
 
-use std::ops::Range;
-
 use rayon::prelude::*;
 
 use super::order::FileOrder;
+use super::source::{BlockSource, decode_part, row_bytes};
 use crate::error::Result;
 use crate::quant;
 use crate::quant::{BlockType, GridCodes, GridFormat, GridZeros, RunMeaning, RunsViewMut, ScaleDtype};
@@ -14,13 +13,6 @@ use crate::weights::tensor_info::ShardRange;
 
 /// The least number of values that are decoded at once.
 const VALUES: usize = 1 << 16;
-
-/// One tensor of a file, or a part of it.
-#[derive(Debug, Clone)]
-pub(in crate::weights) struct BlockSource {
-    pub(super) kind: BlockType,
-    pub(super) place: ShardRange,
-}
 
 /// The data of a parameter besides its entry in the list of tensors, which has the position of the
 /// first source.
@@ -196,30 +188,6 @@ fn block_codes(kind: GridCodes, block: &[u8], codes: &mut [u8]) {
     for ((first, second), byte) in first.iter_mut().zip(second).zip(block) {
         (*first, *second) = (byte & 15, byte >> 4);
     }
-}
-
-pub(super) fn row_bytes(kind: BlockType, bytes: &[u8], row: usize, columns: usize) -> &[u8] {
-    let size = columns / kind.elements() * kind.bytes();
-    &bytes[row * size..][..size]
-}
-
-/// Decodes some columns of a row.
-pub(super) fn decode_part(
-    kind: BlockType,
-    row: &[u8],
-    columns: Range<usize>,
-    out: &mut [f32],
-    scratch: &mut Vec<f32>,
-) {
-    let n = kind.elements();
-    let blocks = columns.start / n..columns.end.div_ceil(n);
-    let bytes = &row[blocks.start * kind.bytes()..blocks.end * kind.bytes()];
-    if blocks.len() * n == out.len() {
-        return kind.dequantize(bytes, out);
-    }
-    scratch.resize(blocks.len() * n, 0.0);
-    kind.dequantize(bytes, scratch);
-    out.copy_from_slice(&scratch[columns.start - blocks.start * n..][..columns.len()]);
 }
 
 #[cfg(test)]

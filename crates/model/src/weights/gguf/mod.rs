@@ -10,12 +10,15 @@ mod file;
 mod header;
 mod index;
 mod order;
+mod parameter;
 mod rows;
+mod source;
 
 pub(super) use blocks::BlockParts;
 pub(crate) use file::GgufFile;
 pub(crate) use header::{GgufTensor, GgufValue};
 pub use index::GGUF_INDEX;
+pub(crate) use index::GgufIndex;
 pub(super) use index::open;
-pub(crate) use index::{GgufIndex, GgufParameter};
+pub(crate) use parameter::GgufParameter;
 pub(crate) use rows::{RowRun, rows_of};

@@ -1,8 +1,8 @@
 //! The values of a parameter whose rows or columns have another order in the file.
 
-use super::blocks::{BlockSource, decode_part, row_bytes};
-use super::index::GgufParameter;
-use super::rows::rows_of;
+use super::parameter::GgufParameter;
+use super::rows::{RowRun, rows_of};
+use super::source::{BlockSource, decode_part, row_bytes};
 
 /// A row of a file: the tensor among the sources of the parameter, and its row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +48,7 @@ impl FileOrder {
             found = (0..count as u32).map(|row| Place { source: 0, row }).collect();
         }
         for (source, runs) in (0u32..).zip(rows) {
-            if runs.iter().map(super::rows::RowRun::len).fold(0, usize::saturating_add) > count {
+            if runs.iter().map(RowRun::len).fold(0, usize::saturating_add) > count {
                 return Err(wrong());
             }
             for (at, row) in (0u32..).zip(rows_of(runs)) {
@@ -137,7 +137,6 @@ impl FileOrder {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rows::RowRun;
     use super::*;
     use crate::quant::BlockType;
     use crate::weights::tensor_info::ShardRange;

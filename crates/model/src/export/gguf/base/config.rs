@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::super::GgufType;
 use super::super::metadata;
 use super::super::writer::MetadataValue;
-use super::keys::{ArchKeys, shown, single};
+use super::keys::{ArchKeys, is_set, shown, single};
 use super::mixers::{self, HeadSettings};
 use super::rope;
 use crate::error::{ErrorContext as _, Result};
@@ -266,15 +266,6 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
 /// Returns the layers that slide: all but the last of each period; with a period of 0 all.
 fn by_period(period: usize, layers: usize) -> Vec<bool> {
     (0..layers).map(|layer| period == 0 || layer % period < period - 1).collect()
-}
-
-/// Returns a flag, which some files hold as a number.
-pub(super) fn is_set(value: &GgufValue) -> Option<bool> {
-    match value {
-        GgufValue::Bool(flag) => Some(*flag),
-        GgufValue::Integer(number) => Some(*number != 0),
-        _ => None,
-    }
 }
 
 /// Describes the composed model as the exporter does, and compares with the keys of the file.

@@ -3,8 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::config::is_set;
-use super::keys::ArchKeys;
+use super::keys::{ArchKeys, is_set};
 use crate::error::Result;
 use crate::model::Architecture;
 use crate::ops::activation::PlainActivation;
