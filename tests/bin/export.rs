@@ -188,7 +188,11 @@ fn arch(model: &str) -> &str {
 /// llama.cpp's granite has no tensor for both.
 fn stored_apart(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let mut tensors = stored(folder);
-    let both: Vec<String> = tensors.keys().filter(|name| name.contains("shared_mlp")).cloned().collect();
+    let both: Vec<String> = tensors
+        .keys()
+        .filter(|name| name.contains("shared_mlp.") && name.contains("put_linear"))
+        .cloned()
+        .collect();
     for name in both {
         let (shape, mut values) = tensors.remove(&name).unwrap();
         let renamed =

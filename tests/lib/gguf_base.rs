@@ -83,13 +83,14 @@ fn files_have_the_weights_and_ids_of_transformers() {
 /// Keys of config.json that a file does not hold, and weights that it holds under other names or
 /// changed, by the golden model: windows that llama.cpp ignores, another family of the same
 /// architecture, a scale of attention that the weights of q absorb, rotated columns as neighbours.
-const DIFFERING: [(&str, &[&str], &[&str]); 6] = [
+const DIFFERING: [(&str, &[&str], &[&str]); 7] = [
     ("tiny-gemma2", &["attention scale"], &["self_attn.q_proj"]),
     ("tiny-glm4-moe-lite", &["model_type", "token mixers"], &["self_attn.q_proj", "self_attn.kv_a_proj"]),
     ("tiny-granite4", &["model_type"], &["shared_mlp"]),
     ("tiny-ministral", &["model_type", "sliding_window"], &[]),
     ("tiny-mistral", &["model_type", "sliding_window"], &[]),
     ("tiny-phi3", &["sliding_window"], &[]),
+    ("tiny-starcoder2", &["sliding_window"], &[]),
 ];
 /// The settings of ropes as text; their frequencies are compared instead.
 const ROPES: &str = "rope_theta and rope_scaling";

@@ -5,8 +5,11 @@
 
 use super::*;
 
+/// A change of config.json.
+type Change = fn(&mut Json);
+
 /// Golden models and their architectures, with the change of config.json that llama.cpp needs.
-const MODELS: [(&str, &str, Option<fn(&mut Json)>); 24] = [
+const MODELS: [(&str, &str, Option<Change>); 24] = [
     ("tiny-arcee", "arcee", None),
     ("tiny-cohere", "command-r", None),
     ("tiny-cohere2", "cohere2", Some(|config| config["head_dim"] = json!(12))),
@@ -345,7 +348,7 @@ fn delta(model: &str, config: &Json, name: &str, array: &Array, ours: &str) -> V
 }
 
 /// The model's folder; of a changed config.json with seeded noise as its weights.
-fn folder(model: &str, change: Option<fn(&mut Json)>) -> (Option<tempfile::TempDir>, PathBuf) {
+fn folder(model: &str, change: Option<Change>) -> (Option<tempfile::TempDir>, PathBuf) {
     let own = golden("families/models").join(model);
     match change {
         None => (None, own),
