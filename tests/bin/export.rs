@@ -5,6 +5,8 @@
 //! ggml's block formats. Values come from the golden checkpoints, and an adapter's sum from the
 //! model that PEFT merged.
 
+mod families;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -112,38 +114,42 @@ fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
     (place, read)
 }
 
-/// Golden models that cannot be written: the heads of tiny-exaone4 are not as wide as the model, a
-/// layer of tiny-qwen3-moe has no experts, and finetune does not write the other families.
-const NOT_EXPORTED: [&str; 32] = [
+/// Golden models that llama.cpp cannot compute: heads of three are not as wide as the model, two
+/// have a layer without experts. The others are not written yet.
+const NOT_EXPORTED: [&str; 10] = [
     "tiny-apertus",
-    "tiny-arcee",
-    "tiny-cohere",
     "tiny-cohere2",
-    "tiny-deepseek-v3",
-    "tiny-ernie4-5-moe",
     "tiny-exaone4",
-    "tiny-falcon",
-    "tiny-falcon-7b",
-    "tiny-gemma4",
     "tiny-gemma4-e2b",
-    "tiny-gemma4-moe",
-    "tiny-glm4-moe",
-    "tiny-glm4-moe-lite",
-    "tiny-minimax-m2",
-    "tiny-gpt-neox",
-    "tiny-gpt-oss",
-    "tiny-hunyuan",
-    "tiny-hunyuan-moe",
     "tiny-lfm2",
     "tiny-lfm2-moe",
     "tiny-llama4",
-    "tiny-mistral4",
     "tiny-nemotron",
-    "tiny-granitemoe",
-    "tiny-qwen3-5",
-    "tiny-qwen3-5-moe",
     "tiny-qwen3-moe",
     "tiny-qwen3-next",
+];
+
+/// Golden models of which `families` has the arrangements.
+const ARRANGED: [&str; 22] = [
+    "tiny-arcee",
+    "tiny-cohere",
+    "tiny-deepseek-v3",
+    "tiny-ernie4-5-moe",
+    "tiny-falcon",
+    "tiny-falcon-7b",
+    "tiny-gemma4",
+    "tiny-gemma4-moe",
+    "tiny-glm4-moe",
+    "tiny-glm4-moe-lite",
+    "tiny-gpt-neox",
+    "tiny-gpt-oss",
+    "tiny-granitemoe",
+    "tiny-hunyuan",
+    "tiny-hunyuan-moe",
+    "tiny-minimax-m2",
+    "tiny-mistral4",
+    "tiny-qwen3-5",
+    "tiny-qwen3-5-moe",
     "tiny-stablelm",
     "tiny-stablelm-parallel",
     "tiny-starcoder2",
@@ -159,14 +165,15 @@ fn what_cannot_be_written_is_refused() {
         let refused = refused.expect_err(&name).to_string();
         assert!(refused.contains("cannot export this model as GGUF"), "{name}: {refused}");
         let experts = refused.contains("layers without experts");
-        assert_eq!(experts, name == "tiny-qwen3-moe", "{refused}");
+        assert_eq!(experts, name.starts_with("tiny-qwen3"), "{refused}");
     }
 }
 
-/// Names and folders of the golden models that llama.cpp computes.
+/// Names and folders of the golden models that llama.cpp computes, without those of `families`.
 fn exported_models() -> Vec<(String, PathBuf)> {
     let all = ["models", "families/models"].map(|set| {
-        let names = tiny_models(set).into_iter().filter(|name| !NOT_EXPORTED.contains(&name.as_str()));
+        let others = |name: &String| ![&NOT_EXPORTED[..], &ARRANGED].concat().contains(&name.as_str());
+        let names = tiny_models(set).into_iter().filter(others);
         names.map(|name| (name.clone(), golden(set).join(name))).collect::<Vec<_>>()
     });
     all.concat()
@@ -191,7 +198,11 @@ fn arch(model: &str) -> &str {
 /// llama.cpp's granite has no tensor for both.
 fn stored_apart(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let mut tensors = stored(folder);
-    let both: Vec<String> = tensors.keys().filter(|name| name.contains("shared_mlp")).cloned().collect();
+    let both: Vec<String> = tensors
+        .keys()
+        .filter(|name| name.contains("shared_mlp.") && name.contains("put_linear"))
+        .cloned()
+        .collect();
     for name in both {
         let (shape, mut values) = tensors.remove(&name).unwrap();
         let renamed =

@@ -82,13 +82,15 @@ fn files_have_the_weights_and_ids_of_transformers() {
 
 /// Keys of config.json that a file does not hold, and weights that it holds under other names or
 /// changed, by the golden model: windows that llama.cpp ignores, another family of the same
-/// architecture, a scale of attention that the weights of q absorb.
-const DIFFERING: [(&str, &[&str], &[&str]); 5] = [
+/// architecture, a scale of attention that the weights of q absorb, rotated columns as neighbours.
+const DIFFERING: [(&str, &[&str], &[&str]); 7] = [
     ("tiny-gemma2", &["attention scale"], &["self_attn.q_proj"]),
+    ("tiny-glm4-moe-lite", &["model_type", "token mixers"], &["self_attn.q_proj", "self_attn.kv_a_proj"]),
     ("tiny-granite4", &["model_type"], &["shared_mlp"]),
     ("tiny-ministral", &["model_type", "sliding_window"], &[]),
     ("tiny-mistral", &["model_type", "sliding_window"], &[]),
     ("tiny-phi3", &["sliding_window"], &[]),
+    ("tiny-starcoder2", &["sliding_window"], &[]),
 ];
 /// The settings of ropes as text; their frequencies are compared instead.
 const ROPES: &str = "rope_theta and rope_scaling";
@@ -156,8 +158,32 @@ fn exported_models_are_themselves_again() {
     read.dedup();
     assert_eq!(
         read.join(" "),
-        "ernie4_5 gemma2 gemma3 glm4 granite llama mistral3 olmo2 olmoe phi3 qwen2 qwen2moe qwen3 seed_oss smollm3"
+        "arcee command-r deepseek2 ernie4_5 ernie4_5-moe falcon gemma2 gemma3 gemma4 glm4 glm4moe gpt-oss gptneox \
+         granite granitemoe hunyuan-dense hunyuan-moe llama minimax-m2 mistral3 mistral4 olmo2 olmoe phi3 qwen2 \
+         qwen2moe qwen3 qwen35 qwen35moe seed_oss smollm3 stablelm starcoder2"
     );
+}
+
+/// Experts that a checkpoint has in MXFP4 are blocks of it in the file, of each type.
+#[test]
+fn experts_in_mxfp4_stay_in_it() {
+    let folder = golden("qbases/models/tiny-mxfp4");
+    let mut files = ModelFiles::open(&folder).unwrap();
+    let mut own = config(&folder);
+    settle(&mut own, &mut files).unwrap();
+    for kind in [GgufType::BF16, GgufType::Q8_0] {
+        let place = tempfile::tempdir().unwrap();
+        let file = place.path().join("model.gguf");
+        let written = write_model(&own, &files, "tiny", kind, &file).unwrap();
+        assert_eq!(written.types["mxfp4"], 3 * own.num_layers(), "gates, ups and second layers");
+        let described = described(&file);
+        let read = ModelFiles::open(described.path()).unwrap();
+        let of_experts: Vec<&str> = read.names().filter(|name| name.contains("experts.")).collect();
+        assert!(of_experts.iter().any(|name| name.contains("experts.3.")), "{of_experts:?}");
+        for name in of_experts {
+            assert!(floats(&read, name) == floats(&files, name), "{kind}: {name}");
+        }
+    }
 }
 
 /// A model whose file is in two parts.

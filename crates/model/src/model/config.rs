@@ -3,7 +3,7 @@
 
 use super::composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, GatedMlp, HiddenNorm, LatentMixer,
-    TokenMixer,
+    PlainMlp, TokenMixer,
 };
 use super::families::Architecture;
 use super::rope::Rope;
@@ -121,6 +121,14 @@ impl ModelConfig {
             ChannelMixer::GatedMlp(mlp) => Some(mlp),
             ChannelMixer::MlpAndExperts(both) => Some(&both.mlp),
             ChannelMixer::PlainMlp(_) | ChannelMixer::Experts(_) => None,
+        })
+    }
+
+    /// Returns the MLP without a gate of each block that has one, in the order of the blocks.
+    pub(crate) fn plain_mlps(&self) -> impl Iterator<Item = &PlainMlp> {
+        self.blocks.iter().filter_map(|block| match &block.channel_mixer {
+            ChannelMixer::PlainMlp(mlp) => Some(mlp),
+            _ => None,
         })
     }
 

@@ -47,7 +47,7 @@ pub struct Rope {
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
     /// True if neighbours in a head are pairs, not its halves.
-    pub(super) interleaved: bool,
+    pub(crate) interleaved: bool,
     /// The growth of queries with their positions, if any.
     pub(crate) query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.

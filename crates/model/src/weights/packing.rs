@@ -7,7 +7,7 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{EMBED_TOKENS, LM_HEAD, ModelFiles};
 use crate::error::Result;
-use crate::quant::{GridFormat, QuantFormat, QuantViewMut};
+use crate::quant::{BlockType, GridFormat, QuantFormat, QuantViewMut};
 use crate::units;
 
 impl ModelFiles {
@@ -32,6 +32,11 @@ impl ModelFiles {
     /// Returns whether another tool packed a tensor, for runs that keep it and that dequantize it.
     pub(crate) fn is_packed(&self, name: &str) -> bool {
         self.parts(name).is_some_and(StoredParts::is_packed)
+    }
+
+    /// Returns whether a tensor is stored in MXFP4.
+    pub(crate) fn is_mxfp4(&self, name: &str) -> bool {
+        self.parts(name).is_some_and(|parts| parts.name() == BlockType::MXFP4.name())
     }
 
     /// Returns the format in which a run keeps a packed tensor, if it does.

@@ -45,6 +45,9 @@ fn task(name: &str, values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u
             }
             Ok(values.iter().flat_map(|value| f16::from_f32(*value).to_le_bytes()).collect())
         }
+        BlockType::MXFP4 => {
+            values.chunks(kind.elements()).map(mxfp4).collect::<Result<Vec<_>>>().map(|all| all.concat())
+        }
         _ => quantize(values, row, kind).during(|| format!("cannot store tensor `{name}` as {kind}")),
     }
 }
@@ -58,6 +61,33 @@ fn quantize(values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u8>> {
         _ => QTensor::quantize(&rows, ggml(kind)?)?,
     };
     Ok(blocks.data()?.into_owned())
+}
+
+/// The magnitudes of e2m1, doubled, by their codes.
+const E2M1: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
+
+/// Returns the block of 32 values that are those of a block in MXFP4.
+///
+/// # Errors
+/// Internal: they are not.
+fn mxfp4(values: &[f32]) -> Result<Vec<u8>> {
+    let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+    let codes_by = |unit: f32| -> Option<Vec<u8>> {
+        let code = |value: &f32| {
+            let magnitude = E2M1.iter().position(|code| code * unit == value.abs())? as u8;
+            Some(if *value < 0.0 { magnitude | 8 } else { magnitude })
+        };
+        values.iter().map(code).collect()
+    };
+    // The unit is half the scale: 2^(e - 128).
+    let units = (0..=254u8).map(|e| (e, (f64::from(e) - 128.0).exp2() as f32));
+    let fits = |unit: &f32| largest == 0.0 || (1.0..=12.0).contains(&(largest / unit));
+    let found = units.filter(|(_, unit)| fits(unit)).find_map(|(e, unit)| Some((e, codes_by(unit)?)));
+    let (e, codes) =
+        found.ok_or_else(|| Error::internal("values of a checkpoint in MXFP4 are no block of it"))?;
+    let (low, high) = codes.split_at(codes.len() / 2);
+    let bytes = low.iter().zip(high).map(|(low, high)| low | high << 4);
+    Ok(std::iter::once(e).chain(bytes).collect())
 }
 
 /// Returns the same type in candle, which has not all.
@@ -100,6 +130,25 @@ mod tests {
         wanted.resize(17, 8 | 8 << 4);
         wanted.push(8 | 5 << 4);
         assert_eq!(encode("t", &values, 32, BlockType::Q4_0).expect("finite"), wanted);
+    }
+
+    /// Each scale that f32 has without loss, with each code.
+    #[test]
+    fn blocks_of_mxfp4_keep_their_values() {
+        for e in [1u8, 60, 127, 128, 200, 250] {
+            let block: Vec<u8> = std::iter::once(e).chain((0..16).map(|i| i | (15 - i) << 4)).collect();
+            let mut values = [0f32; 32];
+            BlockType::MXFP4.dequantize(&block, &mut values);
+            let bytes = encode("t", &values, 32, BlockType::MXFP4).expect("values of a block");
+            let mut again = [1f32; 32];
+            BlockType::MXFP4.dequantize(&bytes, &mut again);
+            assert_eq!(values, again, "{e}");
+        }
+        let zeros = encode("t", &[0.0; 32], 32, BlockType::MXFP4).expect("zeros");
+        assert!(zeros[1..].iter().all(|byte| *byte == 0));
+        let mut other = [0.0; 32];
+        (other[0], other[1]) = (1.0, 0.3);
+        assert!(encode("t", &other, 32, BlockType::MXFP4).is_err());
     }
 
     #[test]

@@ -11,15 +11,16 @@ use std::path::Path;
 
 use super::description::refused;
 use super::metadata::refuse_unknown;
-use super::tensors::{change, module_names};
+use super::places::{TensorPlace, places};
+use super::tensors::{TensorChange, change};
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ModelPart};
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, TokenMixer};
 use crate::quant::BlockType;
-use crate::weights::LM_HEAD_MODULE;
+use crate::weights::{LM_HEAD_MODULE, rows_of};
 
 /// Writes the adapter in the folder `adapter`, of the model `config`, to the new file `output`.
 /// `name` is a display name.
@@ -61,10 +62,12 @@ pub fn write_adapter(
     metadata.set("adapter.lora.alpha", MetadataValue::F32(alpha as f32));
     let mut entries: Vec<TensorEntry> = Vec::with_capacity(parts.len());
     for part in &parts {
-        let info = opened.info(&part.target.name, part.kind);
-        let mut shape = info.map(|info| info.shape.clone()).unwrap_or_default();
+        let mut shape = part.shape(&opened)?;
         if let Some(rows) = shape.first_mut().filter(|_| part.kind == TensorKind::LoraB) {
-            *rows /= part.shares;
+            *rows = part.rows(*rows).len();
+        }
+        if part.is_of_experts {
+            shape.insert(0, part.targets.len());
         }
         entries.push(TensorEntry { name: part.name.clone(), shape, kind: block });
     }
@@ -73,38 +76,39 @@ pub fn write_adapter(
     exported.bytes = writer::write(output, &metadata, &entries, |entry, sink| {
         let part = left.next().ok_or_else(|| Error::internal("an entry without a part"))?;
         exported.count(entry.kind, entry.kind);
-        sink.write(&part.encode(config, &opened, alpha, entry)?)
+        sink.write(&part.encode(&opened, alpha, entry)?)
     })?;
     Ok(exported)
 }
 
-/// A, or a share of B's rows, of a module's LoRA.
+/// A, or some of B's rows, of a module's LoRA, or of those of all experts of a layer.
 struct LoraPart<'a> {
     name: String,
-    target: &'a Target,
-    module: ModelPart,
+    targets: Vec<&'a Target>,
+    is_of_experts: bool,
     kind: TensorKind,
-    /// The number of the share of B, and of all equal shares.
-    share: usize,
-    shares: usize,
+    /// The tensor of the base, whose rows are those of B.
+    place: TensorPlace,
+    change: TensorChange,
 }
 
 fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> Result<Vec<LoraPart<'a>>> {
-    let modules: HashMap<String, ModelPart> =
-        model::parameters(config).iter().map(|spec| (spec.module().to_owned(), spec.part)).collect();
-    let mut parts = Vec::with_capacity(2 * opened.targets().len());
+    let parameters = model::parameters(config);
+    let weights = parameters.iter().filter(|spec| spec.role != Role::Bias);
+    let modules: HashMap<&str, &ParamSpec> = weights.map(|spec| (spec.module(), spec)).collect();
+    let mut parts: Vec<LoraPart<'a>> = Vec::with_capacity(2 * opened.targets().len());
+    let mut of_experts: HashMap<String, usize> = HashMap::new();
     for target in opened.targets() {
-        let module = match modules.get(&target.name) {
+        let spec = modules.get(target.name.as_str());
+        match spec.map(|spec| spec.part) {
             Some(ModelPart::EmbedTokens | ModelPart::EmbedPerLayer) => {
                 return Err(more_than_lora(folder, "it has LoRA on the embedding"));
             }
-            Some(ModelPart::Block { part, .. }) if part.expert().is_some() => {
-                return Err(more_than_lora(
-                    folder,
-                    "it has LoRA on experts, of which llama.cpp has one tensor",
-                ));
+            Some(part) if fault(config, part).is_some() => {
+                let fault = fault(config, part).unwrap_or_default();
+                return Err(more_than_lora(folder, &format!("it has LoRA on `{}`, {fault}", target.name)));
             }
-            Some(module) => *module,
+            Some(_) => {}
             None if target.name == LM_HEAD_MODULE => {
                 return Err(more_than_lora(
                     folder,
@@ -112,43 +116,103 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
                 ));
             }
             None => return Err(refused(format!("`{}` has no name in llama.cpp", target.name))),
-        };
-        let names = module_names(&config.family.gguf, module);
-        let shares = names.len();
-        for (share, name) in names.into_iter().enumerate() {
+        }
+        for place in spec.into_iter().flat_map(|spec| places(config, spec)) {
+            let change = spec.map_or(TensorChange::NONE, |spec| change(config, spec));
             let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
-            parts.extend(halves.map(|(half, kind)| {
-                let name = format!("{name}.weight.{half}");
-                LoraPart { name, target, module, kind, share, shares }
-            }));
+            let expert = match spec.map(|spec| spec.part) {
+                Some(ModelPart::Block { part, .. }) => part.expert().map(usize::from),
+                _ => None,
+            };
+            for (half, kind) in halves {
+                let name = format!("{}.{half}", place.name);
+                if let Some(at) = of_experts.get(&name) {
+                    let part: &mut LoraPart<'_> = &mut parts[*at];
+                    part.targets.push(target);
+                    continue;
+                }
+                let is_of_experts = expert.is_some();
+                if is_of_experts {
+                    of_experts.insert(name.clone(), parts.len());
+                }
+                let targets = vec![target];
+                parts.push(LoraPart { name, targets, is_of_experts, kind, place: place.clone(), change });
+            }
         }
     }
-    Ok(parts)
+    let count = config.experts().next().map_or(0, |experts| experts.count);
+    let is_whole = |part: &LoraPart<'_>| {
+        part.targets.len() == count && part.targets.iter().all(|target| target.r == part.targets[0].r)
+    };
+    match parts.iter().find(|part| part.is_of_experts && !is_whole(part)) {
+        Some(part) => Err(more_than_lora(
+            folder,
+            &format!("`{}` has not all {count} experts of its layer with one rank", part.targets[0].name),
+        )),
+        None => Ok(parts),
+    }
+}
+
+/// Returns what is wrong with an adapter of this module in llama.cpp.
+fn fault(config: &ModelConfig, part: ModelPart) -> Option<&'static str> {
+    let ignored = Some("which llama.cpp computes without adapters");
+    match part {
+        ModelPart::LmHead if config.family.gguf.has_latents => ignored,
+        ModelPart::Block { layer, part } => {
+            let block = &config.blocks[layer];
+            let is_latent = matches!(block.token_mixer, TokenMixer::Latent(_));
+            match part {
+                BlockPart::QProj | BlockPart::LatentQ | BlockPart::LatentKv if is_latent => ignored,
+                BlockPart::LatentQUp | BlockPart::LatentKvUp => ignored,
+                BlockPart::ExpertDown(_) if block.channel_mixer.has_both() => {
+                    Some("from which llama.cpp leaves out the factor of each expert")
+                }
+                _ => None,
+            }
+        }
+        _ => None,
+    }
 }
 
 impl LoraPart<'_> {
-    fn encode(
-        &self,
-        config: &ModelConfig,
-        opened: &SavedAdapter,
-        alpha: f64,
-        entry: &TensorEntry,
-    ) -> Result<Vec<u8>> {
-        let &[rows, row] = entry.shape.as_slice() else {
-            return Err(Error::internal(format!("`{}` has shape {:?}", entry.name, entry.shape)));
-        };
-        let is_b = self.kind == TensorKind::LoraB;
-        let first_row = if is_b { self.share * rows } else { 0 };
-        let mut values = vec![0f32; rows * row];
-        opened.read_part(&self.target.name, self.kind, first_row * row, &mut values)?;
-        if is_b {
-            let change = change(config, self.module);
-            let factor = self.target.scale * self.target.r as f64 / alpha * f64::from(change.factor);
-            let rows = (0..rows).map(|at| change.source_row(at, rows));
-            let moved = rows.flat_map(|from| &values[from * row..(from + 1) * row]);
-            values = moved.map(|value| (f64::from(*value) * factor) as f32).collect();
+    /// Returns the rows of B, of which there are `count`, in the order of the file.
+    fn rows(&self, count: usize) -> Vec<usize> {
+        match &self.place.rows {
+            Some(runs) => rows_of(runs).collect(),
+            None => (0..count).map(|row| self.change.source_row(row, count)).collect(),
         }
-        blocks::encode(&entry.name, &values, row, entry.kind)
+    }
+
+    /// Returns the shape of A or B of one module.
+    fn shape(&self, opened: &SavedAdapter) -> Result<Vec<usize>> {
+        let info = self.targets.first().and_then(|target| opened.info(&target.name, self.kind));
+        match info.map(|info| info.shape.clone()) {
+            Some(shape) if shape.len() == 2 => Ok(shape),
+            other => Err(Error::internal(format!("`{}` has shape {other:?}", self.name))),
+        }
+    }
+
+    fn encode(&self, opened: &SavedAdapter, alpha: f64, entry: &TensorEntry) -> Result<Vec<u8>> {
+        let shape = self.shape(opened)?;
+        let (rows, row) = (shape[0], shape[1]);
+        let mut all = Vec::new();
+        for target in &self.targets {
+            let mut values = vec![0f32; rows * row];
+            opened.read_part(&target.name, self.kind, 0, &mut values)?;
+            if self.kind == TensorKind::LoraB {
+                let factor = target.scale * target.r as f64 / alpha * f64::from(self.change.factor);
+                let rows = self.rows(rows).into_iter();
+                let moved = rows.flat_map(|from| &values[from * row..(from + 1) * row]);
+                all.extend(moved.map(|value| (f64::from(*value) * factor) as f32));
+            } else if let Some(columns) = &self.place.columns {
+                let columns: Vec<usize> = rows_of(columns).collect();
+                let lines = values.chunks_exact(row);
+                all.extend(lines.flat_map(|line| columns.iter().map(|from| line[*from])));
+            } else {
+                all.append(&mut values);
+            }
+        }
+        blocks::encode(&entry.name, &all, row, entry.kind)
     }
 }
 

@@ -7,11 +7,12 @@
 use serde_json::{Map, Value as Json};
 
 use super::description::{ModelDescription, count, refused};
-use super::rope;
 use super::types::GgufType;
 use super::writer::{GgufMetadata, MetadataValue};
+use super::{mixers, rope};
 use crate::error::Result;
-use crate::model::{GgufSliding, GgufWindows, ModelConfig};
+use crate::model::{GgufSliding, GgufWindows, MlpActivation, ModelConfig};
+use crate::ops::activation::PlainActivation;
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
@@ -36,22 +37,16 @@ pub(super) fn describe(
     metadata.text("general.name", name);
     metadata.set("general.file_type", MetadataValue::U32(kind as u32));
     metadata.set("general.quantization_version", MetadataValue::U32(QUANTIZATION_VERSION));
-    let heads = config.heads;
     for (key, number) in [
         ("vocab_size", config.vocab_size),
         ("context_length", config.max_position_embeddings),
         ("embedding_length", config.hidden_size),
         ("block_count", config.num_layers()),
         ("feed_forward_length", config.intermediate_size),
-        ("attention.head_count", heads.num_heads),
-        ("attention.head_count_kv", heads.num_kv_heads),
-        ("attention.key_length", heads.head_dim),
-        ("attention.value_length", heads.head_dim),
     ] {
         metadata.set(format!("{arch}.{key}"), count(key, number)?);
     }
-    let eps = MetadataValue::F32(config.norm.eps as f32);
-    metadata.set(format!("{arch}.attention.layer_norm_rms_epsilon"), eps);
+    mixers::describe(config, arch, metadata)?;
     let attention_softcap = config.attentions().find_map(|attention| attention.softcap);
     let caps =
         [("attn_logit_softcapping", attention_softcap), ("final_logit_softcapping", config.logit_softcap)];
@@ -61,32 +56,23 @@ pub(super) fn describe(
         }
     }
     factors(config, arch, metadata);
-    experts(config, arch, metadata)?;
+    mixers::experts(config, arch, metadata)?;
     windows(config, arch, &mut description)?;
+    if config.plain_mlps().any(|mlp| mlp.activation == MlpActivation::Fixed(PlainActivation::Gelu)) {
+        description
+            .notes
+            .push(format!("llama.cpp's {arch} computes GELU by tanh: its results differ slightly"));
+    }
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
 }
 
-/// Sets the numbers and widths of experts.
-fn experts(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Result<()> {
-    let Some(experts) = config.experts().next() else { return Ok(()) };
-    let has_width = config.family.gguf.experts.is_some_and(|facts| facts.has_width);
-    let numbers = [
-        ("expert_count", Some(experts.count)),
-        ("expert_used_count", Some(experts.router.chosen)),
-        ("expert_feed_forward_length", Some(experts.width).filter(|_| has_width)),
-        ("expert_shared_feed_forward_length", experts.shared.map(|shared| shared.width)),
-    ];
-    for (key, number) in numbers {
-        if let Some(number) = number {
-            metadata.set(format!("{arch}.{key}"), count(key, number)?);
-        }
-    }
-    Ok(())
-}
-
 /// Sets the factors of an architecture that has keys for them.
 fn factors(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) {
+    if config.family.gguf.reads_logit_factor {
+        let factor = MetadataValue::F32(config.logit_factor as f32);
+        metadata.set(format!("{arch}.logit_scale"), factor);
+    }
     let Some(block) = config.blocks.first().filter(|_| config.family.gguf.reads_factors) else { return };
     let Some(attention) = block.token_mixer.attention() else { return };
     for (key, factor) in [
@@ -113,6 +99,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     let facts = &config.family.gguf;
     let width = config.heads.q_width();
     let (attentions, mlps) = (|| config.attentions(), || config.gated_mlps());
+    let plain = || config.plain_mlps();
     let faults = [
         mlps()
             .find(|mlp| mlp.activation != facts.activation)
@@ -121,13 +108,21 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
         (!facts.reads_o_bias && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
-        (!facts.reads_mlp_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
+        plain()
+            .find(|mlp| match mlp.activation {
+                MlpActivation::Fixed(activation) => !facts.plain_activations.contains(&activation),
+                MlpActivation::Xielu => true,
+            })
+            .map(|mlp| format!("the activation {:?}", mlp.activation)),
+        (!facts.reads_mlp_biases && (mlps().any(|mlp| mlp.bias) || plain().any(|mlp| mlp.bias)))
+            .then(|| "biases in the MLP".to_owned()),
+        (facts.needs_biases && plain().any(|mlp| !mlp.bias)).then(|| "no biases in the MLP".to_owned()),
         attentions()
             .find(|attention| !facts.attention_softcap.fits(attention.softcap))
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),
         (!facts.logit_softcap.fits(config.logit_softcap))
             .then(|| format!("`final_logit_softcapping` {:?}", config.logit_softcap)),
-        experts_fault(config),
+        mixers::fault(config),
         facts
             .tied_head
             .filter(|tied| *tied != config.tie_word_embeddings)
@@ -140,21 +135,6 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
         }
         None => Ok(()),
     }
-}
-
-/// Returns the difference of a model's experts from those of its architecture in llama.cpp.
-fn experts_fault(config: &ModelConfig) -> Option<String> {
-    let facts = config.family.gguf.experts?;
-    if config.experts().count() < config.num_layers() {
-        return Some("layers without experts".to_owned());
-    }
-    let experts = config.experts().next()?;
-    (experts.activation != config.family.gguf.activation)
-        .then(|| format!("the activation {:?}", experts.activation))
-        .or_else(|| {
-            let found = experts.router.renormalize;
-            (found != facts.renormalizes).then(|| format!("`norm_topk_prob` {found}"))
-        })
 }
 
 fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription) -> Result<()> {

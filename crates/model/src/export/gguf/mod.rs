@@ -2,16 +2,19 @@
 //! template, or a LoRA adapter.
 //!
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
-//! does not depend on the model's size. `tensors` has names and value changes, `metadata` and
-//! `rope` the keys of a `description`, `vocabulary` the tokenizer, `types` the type of each
-//! tensor, `lora` adapters. `base` reads a file as a model to train on. All facts are from
-//! llama.cpp's sources, at the version in llama-cpp-python 0.3.36.
+//! does not depend on the model's size. `places` has the names of tensors and the rows that each
+//! holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
+//! `description`, `vocabulary` the tokenizer, `types` the type of each tensor, `lora` adapters.
+//! `base` reads a file as a model to train on. All facts are from llama.cpp's sources, at the
+//! version in llama-cpp-python 0.3.36.
 
 mod base;
 mod blocks;
 mod description;
 mod lora;
 mod metadata;
+mod mixers;
+mod places;
 mod pretokenizer;
 mod rope;
 mod tensors;
@@ -105,9 +108,13 @@ pub fn write_model(
         entries.push(entry);
     }
     for tensor in &planned {
-        let (kind, wanted) = mixture.choose(&tensor.name, &tensor.shape);
+        let (kind, wanted) = if tensor.is_mxfp4 {
+            (BlockType::MXFP4, BlockType::MXFP4)
+        } else {
+            mixture.choose(&tensor.place.name, &tensor.shape)
+        };
         exported.count(kind, wanted);
-        entries.push(TensorEntry { name: tensor.name.clone(), shape: tensor.shape.clone(), kind });
+        entries.push(TensorEntry { name: tensor.place.name.clone(), shape: tensor.shape.clone(), kind });
     }
     let (mut made, mut stored) = (description.tensors.iter(), planned.iter());
     exported.bytes = writer::write(output, &description.metadata, &entries, |entry, sink| {

@@ -10,7 +10,7 @@ use crate::data::WordRules;
 
 /// Tuples of a regular expression that splits a text into words, whether a word that is a token
 /// skips the merges, and llama.cpp's name.
-const WORDS: [(&str, bool, &str); 6] = [
+const WORDS: [(&str, bool, &str); 7] = [
     (LLAMA3, true, "llama-bpe"),
     (LLAMA3, false, "dbrx"),
     (QWEN2, false, "qwen2"),
@@ -29,6 +29,17 @@ const WORDS: [(&str, bool, &str); 6] = [
         false,
         "seed-coder",
     ),
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        false,
+        "qwen35",
+    ),
+];
+/// DeepSeek-V3's three splits in a row.
+const DEEPSEEK3: [&str; 3] = [
+    r"\p{N}{1,3}",
+    "[一-龥\u{3040}-ゟ゠-ヿ]+",
+    r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
 ];
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -49,6 +60,9 @@ pub(super) fn byte_level(
     let unknown =
         || format!("its pre-tokenizer is {}, for which llama.cpp has no name", shown(pre_tokenizer));
     let steps = steps(pre_tokenizer, "pretokenizers");
+    if is_falcon(&steps) {
+        return Ok("falcon");
+    }
     let (last, first) = steps.split_last().ok_or_else(unknown)?;
     let flag =
         |step: &Json, key: &str, default: bool| step.get(key).and_then(Json::as_bool).unwrap_or(default);
@@ -60,9 +74,12 @@ pub(super) fn byte_level(
         ([digits], true) if digits["type"] == "Digits" && flag(digits, "individual_digits", false) => {
             Ok("smollm")
         }
-        ([split], false) if split["type"] == "Split" => {
-            let isolated = split["behavior"] == "Isolated" && !flag(split, "invert", false);
-            let regex = split["pattern"]["Regex"].as_str().filter(|_| isolated).ok_or_else(unknown)?;
+        (splits, false) if splits.len() == DEEPSEEK3.len() => {
+            let found: Option<Vec<String>> = splits.iter().map(|split| isolated(split)).collect();
+            found.filter(|found| *found == DEEPSEEK3).map(|_| "deepseek-v3").ok_or_else(unknown)
+        }
+        ([split], false) => {
+            let regex = isolated(split).ok_or_else(unknown)?;
             let of_regex = || WORDS.iter().filter(|(known, ..)| *known == regex);
             let exact = of_regex().find(|(_, ignores, _)| *ignores == ignore_merges);
             exact.or_else(|| of_regex().next()).map(|(.., name)| *name).ok_or_else(unknown)
@@ -71,13 +88,40 @@ pub(super) fn byte_level(
     }
 }
 
+/// Returns the regular expression of a step whose matches are words of their own, with line ends as
+/// escapes: files have either.
+fn isolated(split: &Json) -> Option<String> {
+    let keeps = split.get("invert").and_then(Json::as_bool) != Some(true);
+    let is_split = split["type"] == "Split" && split["behavior"] == "Isolated" && keeps;
+    let regex = split["pattern"]["Regex"].as_str().filter(|_| is_split)?;
+    Some(regex.replace('\r', "\\r").replace('\n', "\\n"))
+}
+
+/// Returns whether the steps are Falcon's: punctuation, words, digits in threes.
+fn is_falcon(steps: &[&Json]) -> bool {
+    match steps {
+        [marks, bytes, digits, threes] => {
+            marks["type"] == "Punctuation"
+                && marks["behavior"] == "Contiguous"
+                && bytes["type"] == "ByteLevel"
+                && bytes["add_prefix_space"] == false
+                && bytes["use_regex"] != false
+                && digits["type"] == "Digits"
+                && digits["individual_digits"] == false
+                && isolated(threes).as_deref() == Some("[0-9][0-9][0-9]")
+        }
+        _ => false,
+    }
+}
+
 /// Other names of llama.cpp with the same split into words, after the name that the export writes.
 /// Their tokenizers in Hugging Face folders have the rules of that name too.
-const ALIASES: [(&str, &[&str]); 6] = [
+const ALIASES: [(&str, &[&str]); 7] = [
     ("llama-bpe", &["llama3", "llama-v3", "falcon3"]),
     ("dbrx", &["smaug-bpe", "glm4", "chatglm-bpe"]),
-    ("qwen2", &["deepseek-r1-qwen", "stablelm2"]),
-    ("gpt-4o", &["llama4"]),
+    ("qwen2", &["deepseek-r1-qwen", "stablelm2", "hunyuan"]),
+    ("gpt-4o", &["llama4", "minimax-m2"]),
+    ("deepseek-v3", &["hunyuan-dense", "joyai-llm"]),
     ("gpt-2", &["olmo", "exaone4", "granite-docling", "phi-2"]),
     ("smollm", &["refact", "starcoder", "command-r", "exaone"]),
 ];
@@ -87,6 +131,7 @@ pub(super) fn of_name(name: &str) -> Option<WordRules> {
     let found = ALIASES.iter().find(|(_, others)| others.contains(&name));
     let known = found.map_or(name, |(known, _)| known);
     let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex });
+    let split = |regex: &str| json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
     let sequence = |first: Json, last: Json| json!({ "type": "Sequence", "pretokenizers": [first, last] });
     let plain = |pre_tokenizer| {
         let normalizer = Json::Null;
@@ -98,24 +143,37 @@ pub(super) fn of_name(name: &str) -> Option<WordRules> {
             let digits = json!({ "type": "Digits", "individual_digits": true });
             return Some(plain(sequence(digits, bytes(true))));
         }
+        "deepseek-v3" => {
+            let steps = DEEPSEEK3.into_iter().map(split).chain([bytes(false)]);
+            let steps: Vec<Json> = steps.collect();
+            return Some(plain(json!({ "type": "Sequence", "pretokenizers": steps })));
+        }
+        "falcon" => {
+            let marks = json!({ "type": "Punctuation", "behavior": "Contiguous" });
+            let digits = json!({ "type": "Digits", "individual_digits": false });
+            let steps = [marks, bytes(true), digits, split("[0-9][0-9][0-9]")];
+            return Some(plain(json!({ "type": "Sequence", "pretokenizers": steps })));
+        }
         _ => {}
     }
     let (regex, ignores_merges, _) = WORDS.iter().find(|(.., word)| *word == known)?;
-    let split =
-        json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
     Some(WordRules {
         // The tokenizers of Qwen normalize, which llama.cpp leaves out.
-        normalizer: if name == "qwen2" { json!({ "type": "NFC" }) } else { Json::Null },
+        normalizer: if matches!(name, "qwen2" | "qwen35") { json!({ "type": "NFC" }) } else { Json::Null },
         ignores_merges: *ignores_merges,
         adds_bos: matches!(known, "llama-bpe" | "tekken"),
-        ..plain(sequence(split, bytes(false)))
+        ..plain(sequence(split(regex), bytes(false)))
     })
 }
 
 /// Returns the names that [`of_name`] knows.
 pub(super) fn names() -> Vec<&'static str> {
     let others = ALIASES.iter().flat_map(|(_, others)| others.iter().copied());
-    ["gpt-2", "smollm"].into_iter().chain(WORDS.iter().map(|(.., name)| *name)).chain(others).collect()
+    ["gpt-2", "smollm", "deepseek-v3", "falcon"]
+        .into_iter()
+        .chain(WORDS.iter().map(|(.., name)| *name))
+        .chain(others)
+        .collect()
 }
 
 /// Returns whether a sentencepiece-like BPE adds a space before a text.

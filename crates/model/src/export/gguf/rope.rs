@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json};
 use super::description::{ModelDescription, count, refused};
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{GgufLocalRope, ModelConfig, Rope, RopeKind};
+use crate::model::{GgufFacts, GgufLocalRope, ModelConfig, Rope, RopeKind};
 
 /// The scaling object of config.json for the rope of full attention.
 struct RopeSpec<'a> {
@@ -36,12 +36,16 @@ impl<'a> RopeSpec<'a> {
         self.scaling?.get(key)?.as_f64()
     }
 
-    /// Returns whether llama.cpp computes the ramp of yarn: the paper's, unless keys set it
-    /// (`reads_ramp`).
-    fn is_usual_yarn(&self, reads_ramp: bool) -> bool {
+    /// Returns whether the ends of yarn's ramp are whole numbers.
+    fn truncates(&self) -> bool {
+        self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false))
+    }
+
+    /// Returns whether llama.cpp computes the ramp of yarn: the paper's, unless keys set it.
+    fn is_usual_yarn(&self, facts: &GgufFacts) -> bool {
         let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
-        let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
-        truncates && (reads_ramp || is("beta_fast", 32.0) && is("beta_slow", 1.0))
+        let known = self.truncates() || facts.rounds_yarn_ramp;
+        known && (facts.reads_yarn_ramp || is("beta_fast", 32.0) && is("beta_slow", 1.0))
     }
 }
 
@@ -62,10 +66,11 @@ pub(super) fn describe(
         return Ok(());
     };
     let width = 2 * rope.inv_freq.len();
-    if width != config.heads.head_dim && !facts.rotates_partly {
+    let rotated = config.attentions().find(|attention| attention.rope == 0);
+    let head_dim = rotated.map_or(config.heads.head_dim, |attention| attention.heads.head_dim);
+    if width != head_dim && !facts.rotates_partly {
         return Err(refused(format!(
-            "it rotates {width} of {} elements of a head; llama.cpp's {arch} rotates all",
-            config.heads.head_dim
+            "it rotates {width} of {head_dim} elements of a head; llama.cpp's {arch} rotates all"
         )));
     }
     let metadata = &mut description.metadata;
@@ -73,7 +78,7 @@ pub(super) fn describe(
     metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(rope.theta as f32));
     local(config, rope, arch, description)?;
     scale(config, &spec, rope, arch, description)?;
-    growth(&spec, rope, arch, description)
+    growth(config, &spec, rope, arch, description)
 }
 
 /// Refuses a model whose layers without positions are not those of its architecture.
@@ -110,12 +115,22 @@ fn local(config: &ModelConfig, rope: &Rope, arch: &str, description: &mut ModelD
     }
     let base = MetadataValue::F32(local.theta as f32);
     description.metadata.set(format!("{arch}.rope.freq_base_swa"), base);
+    if config.family.gguf.own_heads {
+        let width = count("rotary width", 2 * local.inv_freq.len())?;
+        description.metadata.set(format!("{arch}.rope.dimension_count_swa"), width);
+    }
     Ok(())
 }
 
 /// Adds the growth of queries with their positions. llama.cpp counts from the original context of
 /// yarn.
-fn growth(spec: &RopeSpec<'_>, rope: &Rope, arch: &str, description: &mut ModelDescription) -> Result<()> {
+fn growth(
+    config: &ModelConfig,
+    spec: &RopeSpec<'_>,
+    rope: &Rope,
+    arch: &str,
+    description: &mut ModelDescription,
+) -> Result<()> {
     let Some(growth) = rope.query_growth else { return Ok(()) };
     if spec.kind() != "yarn" || rope.trained_positions != growth.original {
         return Err(refused(format!(
@@ -125,6 +140,10 @@ fn growth(spec: &RopeSpec<'_>, rope: &Rope, arch: &str, description: &mut ModelD
     }
     let beta = MetadataValue::F32(growth.beta as f32);
     description.metadata.set(format!("{arch}.attention.temperature_scale"), beta);
+    if config.family.gguf.has_latents {
+        let length = count("original context", growth.original)?;
+        description.metadata.set(format!("{arch}.attention.temperature_length"), length);
+    }
     Ok(())
 }
 
@@ -147,7 +166,7 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
         "default" | "linear" | "dynamic" => true,
         kind => {
             let is_known = config.family.gguf.rope_types.contains(&kind);
-            is_known && (kind != "yarn" || spec.is_usual_yarn(config.family.gguf.reads_yarn_ramp))
+            is_known && (kind != "yarn" || spec.is_usual_yarn(&config.family.gguf))
         }
     };
     if known {
@@ -159,32 +178,62 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
     }
 }
 
-/// Returns the keys of yarn; `reads_ramp`: those of its ramp too.
+/// Returns the keys of yarn.
 fn yarn(
+    config: &ModelConfig,
     spec: &RopeSpec<'_>,
     rope: &Rope,
     factor: f64,
-    reads_ramp: bool,
 ) -> Result<Vec<(&'static str, MetadataValue)>> {
+    let facts = &config.family.gguf;
     let mut keys = vec![
         ("type", MetadataValue::Text("yarn".into())),
         ("factor", MetadataValue::F32(factor as f32)),
         ("original_context_length", count("original context", rope.trained_positions)?),
     ];
-    // llama.cpp applies the paper's factor itself, and multiplies it by the key.
-    let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
-    let rest = f64::from(rope.attention_factor) / natural;
-    if (rest - 1.0).abs() > 1e-6 {
-        keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+    if facts.has_latents {
+        keys.push(("yarn_log_multiplier", latent_scale(config, spec, rope, factor)?));
+    } else {
+        // llama.cpp applies the paper's factor itself, and multiplies it by the key.
+        let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+        let rest = f64::from(rope.attention_factor) / natural;
+        if (rest - 1.0).abs() > 1e-6 {
+            keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+        }
     }
     let ramp = [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")];
-    for (setting, key) in ramp.into_iter().filter(|_| reads_ramp) {
+    for (setting, key) in ramp.into_iter().filter(|_| facts.reads_yarn_ramp) {
         // A zero counts as absent.
         if let Some(beta) = spec.number(setting).filter(|beta| *beta != 0.0) {
             keys.push((key, MetadataValue::F32(beta as f32)));
         }
     }
     Ok(keys)
+}
+
+/// Returns the key by which llama.cpp scales the scores of latent attention under yarn: a tenth of
+/// `mscale_all_dim`.
+fn latent_scale(
+    config: &ModelConfig,
+    spec: &RopeSpec<'_>,
+    rope: &Rope,
+    factor: f64,
+) -> Result<MetadataValue> {
+    let all = spec.number("mscale_all_dim").unwrap_or(0.0);
+    // llama.cpp assumes that the angles are not scaled.
+    let is_known = all > 0.0 && (rope.attention_factor - 1.0).abs() < 1e-6;
+    let takes_others = config.family.gguf.architecture == "deepseek2";
+    if factor > 1.0 && (!is_known || all != 1.0 && !takes_others) {
+        let found = |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
+        return Err(refused(format!(
+            "`mscale` is {} and `mscale_all_dim` {}; llama.cpp's {} accepts equal numbers above 0{}",
+            found("mscale"),
+            found("mscale_all_dim"),
+            config.family.gguf.architecture,
+            if takes_others { "" } else { ", 1" }
+        )));
+    }
+    Ok(MetadataValue::F32(0.1 * all as f32))
 }
 
 fn scale(
@@ -206,8 +255,13 @@ fn scale(
             set("factor", MetadataValue::F32(factor as f32));
         }
         "yarn" => {
-            let keys = yarn(spec, rope, factor, config.family.gguf.reads_yarn_ramp)?;
+            let keys = yarn(config, spec, rope, factor)?;
             keys.into_iter().for_each(|(key, value)| set(key, value));
+            if !spec.truncates() {
+                description.notes.push(format!(
+                    "llama.cpp's {arch} rounds the ends of yarn's ramp to whole numbers: its results differ slightly"
+                ));
+            }
         }
         "llama3" => {
             let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
@@ -222,6 +276,14 @@ fn scale(
                 description.tensors.push(("rope_factors_short.weight", short.clone()));
             }
         }
+        // llama.cpp reads a tensor of divisors in layers of full attention; it has no zero.
+        "proportional" => {
+            let divisors = plain(rope).zip(&rope.inv_freq);
+            let divisors = divisors.map(|(_, found)| if *found == 0.0 { 1e30 } else { 1.0 });
+            description.tensors.push(("rope_freqs.weight", divisors.collect()));
+        }
+        // Hunyuan stretches the base once for all lengths.
+        "dynamic" if is_plain(rope) => {}
         "dynamic" => description.notes.push(format!(
             "llama.cpp has no dynamic rotary scaling: beyond {} tokens its results differ",
             config.max_position_embeddings

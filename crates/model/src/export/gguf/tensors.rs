@@ -1,4 +1,4 @@
-//! The tensors of a model under llama.cpp's names, and the changes of their values.
+//! The values of a model's tensors under llama.cpp's names, and the changes of their values.
 //!
 //! Names and changes follow llama.cpp's conversion scripts (conversion/*.py,
 //! gguf-py/gguf/tensor_mapping.py). The llama architecture rotates neighbouring elements, so the
@@ -9,15 +9,16 @@
 
 use std::collections::HashMap;
 
+use super::places::{TensorPlace, places, row_of};
 use crate::error::Result;
-use crate::model::{self, BlockPart, GgufFacts, ModelConfig, ModelPart, ParamSpec, Role, StoredModel};
-use crate::weights::ModelFiles;
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
+use crate::weights::{ModelFiles, rows_of};
 
 /// Elements of a tensor in memory at a time, unless a row is longer.
 const BLOCK: usize = 1 << 22;
 
 /// The change of a tensor's values: rows are reordered, then each value v becomes (v + `add`) ·
-/// `factor`.
+/// `factor`, or −exp(v) if it is the logarithm of a rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct TensorChange {
     /// Number of heads whose halves are interleaved.
@@ -26,10 +27,13 @@ pub(super) struct TensorChange {
     pub(super) add: f32,
     /// The factor on each sum.
     pub(super) factor: f32,
+    /// True if each value is the logarithm of a rate of decay.
+    pub(super) is_log_rate: bool,
 }
 
 impl TensorChange {
-    const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0 };
+    /// The change that keeps all values.
+    pub(super) const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0, is_log_rate: false };
 
     /// Returns the row (of `rows`) that moves to `row`.
     pub(super) fn source_row(&self, row: usize, rows: usize) -> usize {
@@ -41,6 +45,9 @@ impl TensorChange {
 
     /// Changes values in place, without reordering rows.
     pub(super) fn apply(&self, values: &mut [f32]) {
+        if self.is_log_rate {
+            values.iter_mut().for_each(|value| *value = -value.exp());
+        }
         if self.add != 0.0 || self.factor != 1.0 {
             values.iter_mut().for_each(|value| *value = (*value + self.add) * self.factor);
         }
@@ -50,14 +57,16 @@ impl TensorChange {
 /// A tensor of the file and its parameter of the model, or those of all experts.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlannedTensor {
-    /// Name of the tensor in llama.cpp.
-    pub(super) name: String,
+    /// The name in llama.cpp, and the rows of the parameter that it holds.
+    pub(super) place: TensorPlace,
     /// The name in the checkpoint; of experts, one name each.
     pub(super) stored: Vec<String>,
-    /// The row of a stored tensor that is its first.
-    pub(super) first_row: usize,
     /// Its shape in the file.
     pub(super) shape: Vec<usize>,
+    /// The columns of the parameter.
+    columns: usize,
+    /// True if it holds experts that the checkpoint has in MXFP4: they stay so.
+    pub(super) is_mxfp4: bool,
     /// The change of values between checkpoint and file.
     pub(super) change: TensorChange,
 }
@@ -77,11 +86,11 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
         for mut tensor in planned(config, files, spec) {
             if !is_of_expert {
                 all.push(tensor);
-            } else if let Some(first) = of_experts.get(&tensor.name).and_then(|at| all.get_mut(*at)) {
+            } else if let Some(first) = of_experts.get(&tensor.place.name).and_then(|at| all.get_mut(*at)) {
                 first.stored.append(&mut tensor.stored);
                 first.shape[0] += 1;
             } else {
-                of_experts.insert(tensor.name.clone(), all.len());
+                of_experts.insert(tensor.place.name.clone(), all.len());
                 tensor.shape.insert(0, 1);
                 all.push(tensor);
             }
@@ -92,118 +101,29 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
 
 /// Returns the tensors that a parameter becomes.
 fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<PlannedTensor> {
-    let end = if spec.role == Role::Bias { "bias" } else { "weight" };
-    let names = module_names(&config.family.gguf, spec.part);
-    let mut shape = spec.shape.clone();
-    // A single number has no rows.
-    let rows = shape.first().map_or(0, |rows| rows / names.len());
-    shape.iter_mut().take(1).for_each(|first| *first = rows);
-    // llama.cpp has the factor on the shared expert as a vector.
-    if matches!(spec.part, ModelPart::Block { part: BlockPart::SharedFactor, .. }) {
-        shape.remove(0);
-    }
-    let tensor = |(i, name)| PlannedTensor {
-        name: format!("{name}.{end}"),
-        stored: vec![model::stored_name(config, files, &spec.name).to_owned()],
-        first_row: i * rows,
-        shape: shape.clone(),
-        change: change(config, spec.part),
+    let stored = model::stored_name(config, files, &spec.name);
+    let is_of_expert = matches!(spec.part, ModelPart::Block { part, .. } if part.expert().is_some());
+    let tensor = |place: TensorPlace| PlannedTensor {
+        stored: vec![stored.to_owned()],
+        is_mxfp4: is_of_expert && files.is_mxfp4(stored),
+        shape: place.shape(spec.part, &spec.shape),
+        columns: row_of(&spec.shape),
+        change: change(config, spec),
+        place,
     };
-    names.into_iter().enumerate().map(tensor).collect()
+    places(config, spec).into_iter().map(tensor).collect()
 }
 
-/// Returns llama.cpp's names of the modules that have equal shares of a module's rows, in order;
-/// most often one.
-pub(super) fn module_names(facts: &GgufFacts, part: ModelPart) -> Vec<String> {
-    match part {
-        ModelPart::EmbedTokens => vec!["token_embd".into()],
-        ModelPart::EmbedPerLayer => vec!["per_layer_token_embd".into()],
-        ModelPart::Block { part, .. } if part.is_of_model() => vec![block_part_name(facts, part).into()],
-        ModelPart::Block { layer, part: BlockPart::GateUpProj } if facts.splits_gate_up => {
-            ["ffn_gate", "ffn_up"].map(|name| format!("blk.{layer}.{name}")).into()
-        }
-        ModelPart::Block { layer, part } => vec![format!("blk.{layer}.{}", block_part_name(facts, part))],
-        ModelPart::FinalNorm => vec!["output_norm".into()],
-        ModelPart::LmHead => vec!["output".into()],
-    }
-}
-
-fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
-    match part {
-        BlockPart::QProj => "attn_q",
-        BlockPart::KProj => "attn_k",
-        BlockPart::VProj => "attn_v",
-        BlockPart::QkvProj => "attn_qkv",
-        BlockPart::OProj => "attn_output",
-        BlockPart::QNorm => "attn_q_norm",
-        BlockPart::KNorm => "attn_k_norm",
-        BlockPart::Sinks => "attn_sinks",
-        BlockPart::GateProj => "ffn_gate",
-        // llama.cpp splits a matrix of this name with twice the rows: the gate is the first half,
-        // as here.
-        BlockPart::UpProj | BlockPart::GateUpProj => "ffn_up",
-        BlockPart::DownProj => "ffn_down",
-        BlockPart::Router => "ffn_gate_inp",
-        // One tensor holds those of all experts.
-        BlockPart::ExpertGate(_) => "ffn_gate_exps",
-        BlockPart::ExpertUp(_) => "ffn_up_exps",
-        BlockPart::ExpertGateUp(_) | BlockPart::ExpertGateUpBias => "ffn_gate_up_exps",
-        BlockPart::ExpertDown(_) | BlockPart::ExpertDownBias => "ffn_down_exps",
-        BlockPart::RouterBias => "exp_probs_b",
-        BlockPart::SharedGate => "ffn_gate_shexp",
-        BlockPart::SharedUp => "ffn_up_shexp",
-        BlockPart::SharedDown => "ffn_down_shexp",
-        BlockPart::SharedFactor => "ffn_gate_inp_shexp",
-        BlockPart::DeltaQkv => "attn_qkv",
-        BlockPart::DeltaZ => "attn_gate",
-        BlockPart::DeltaB => "ssm_beta",
-        BlockPart::DeltaA => "ssm_alpha",
-        BlockPart::DeltaQkvz => "ssm_in",
-        BlockPart::DeltaBa => "ssm_ba",
-        BlockPart::DeltaOut => "ssm_out",
-        BlockPart::DeltaConv => "ssm_conv1d",
-        BlockPart::DeltaRate => "ssm_a",
-        BlockPart::DeltaStep => "ssm_dt",
-        BlockPart::DeltaNorm => "ssm_norm",
-        BlockPart::XieluPositive => "xielu.alpha_p",
-        BlockPart::XieluNegative => "xielu.alpha_n",
-        BlockPart::XieluBeta => "xielu.beta",
-        BlockPart::XieluEps => "xielu.eps",
-        BlockPart::ConvIn => "shortconv.in_proj",
-        BlockPart::ConvTaps => "shortconv.conv",
-        BlockPart::ConvOut => "shortconv.out_proj",
-        BlockPart::LatentQ => "attn_q_a",
-        BlockPart::LatentKv => "attn_kv_a_mqa",
-        BlockPart::LatentQUp => "attn_q_b",
-        BlockPart::LatentKvUp => "attn_kv_b",
-        BlockPart::LatentQNorm => "attn_q_a_norm",
-        BlockPart::LatentKvNorm => "attn_kv_a_norm",
-        BlockPart::AttnNorm | BlockPart::ParallelAttnNorm => "attn_norm",
-        BlockPart::AttnPostNorm => "post_attention_norm",
-        BlockPart::MlpNorm | BlockPart::ParallelMlpNorm => facts.mlp_norm,
-        BlockPart::MlpPostNorm => "post_ffw_norm",
-        BlockPart::MlpOutNorm => "post_ffw_norm_1",
-        BlockPart::ExpertsNorm => "pre_ffw_norm_2",
-        BlockPart::ExpertsOutNorm => "post_ffw_norm_2",
-        BlockPart::RouterScale => "ffn_gate_inp_s",
-        BlockPart::ExpertFactors => "ffn_down_exps_s",
-        BlockPart::OutputFactor => "layer_output_scale",
-        BlockPart::PerLayerGate => "inp_gate",
-        BlockPart::PerLayerProjection => "proj",
-        BlockPart::PerLayerNorm => "post_norm",
-        BlockPart::PerLayerModel => "per_layer_model_proj",
-        BlockPart::PerLayerModelNorm => "per_layer_proj_norm",
-    }
-}
-
-/// Returns the change of the values of a module's parameters.
-pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
-    let mut change = TensorChange::NONE;
-    if config.norm.unit_offset && part.is_norm() {
+/// Returns the change of a parameter's values.
+pub(super) fn change(config: &ModelConfig, spec: &ParamSpec) -> TensorChange {
+    let (part, mut change) = (spec.part, TensorChange::NONE);
+    let is_delta = matches!(part, ModelPart::Block { part: BlockPart::DeltaNorm, .. });
+    if config.norm.unit_offset && part.is_norm() && spec.role == Role::Norm && !is_delta {
         change.add = 1.0;
     }
     let ModelPart::Block { layer, part } = part else { return change };
-    let Some(attention) = config.blocks[layer].token_mixer.attention() else { return change };
+    change.is_log_rate = part == BlockPart::DeltaRate;
+    let TokenMixer::Attention(attention) = &config.blocks[layer].token_mixer else { return change };
     if config.family.gguf.interleaves_heads {
         change.interleave_heads = match part {
             BlockPart::QProj => Some(config.heads.num_heads),
@@ -222,6 +142,9 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
 /// Returns llama.cpp's factor on attention scores.
 fn assumed_attention_scale(config: &ModelConfig) -> f64 {
     let heads = config.heads;
+    if config.family.gguf.unscaled_scores {
+        return 1.0;
+    }
     let by_hidden = config.family.gguf.scales_by_hidden_at == Some(config.num_layers());
     let width = if by_hidden { config.hidden_size / heads.num_heads } else { heads.head_dim };
     1.0 / (width as f64).sqrt()
@@ -237,33 +160,73 @@ pub(super) fn read(
     planned: &PlannedTensor,
     mut take: impl FnMut(&str, &[f32]) -> Result<()>,
 ) -> Result<()> {
-    let (rows, row) = match planned.shape[..] {
-        [len] => (len, 1),
-        [.., row] => (planned.shape.iter().product::<usize>() / row.max(1), row.max(1)),
-        [] => (1, 1),
-    };
-    let rows = rows / planned.stored.len().max(1);
-    let block = (BLOCK / row).max(1);
+    let row = if planned.place.by_element { 1 } else { planned.columns.max(1) };
+    let rows = planned.shape.iter().product::<usize>() / row / planned.stored.len().max(1);
+    let heads = planned.place.transposed_heads;
+    let block = heads.map_or((BLOCK / row).max(1), |heads| rows / heads.max(1));
+    let order: Option<Vec<usize>> = planned.order(rows);
+    let columns: Option<Vec<usize>> =
+        planned.place.columns.as_ref().map(|columns| rows_of(columns).collect());
     let mut values = vec![0f32; block.min(rows) * row];
     for stored in &planned.stored {
-        for first in (0..rows).step_by(block) {
+        for first in (0..rows).step_by(block.max(1)) {
             let count = block.min(rows - first);
             let values = &mut values[..count * row];
-            if planned.change.interleave_heads.is_some() {
-                for (i, out) in values.chunks_exact_mut(row).enumerate() {
-                    let source = planned.first_row + planned.change.source_row(first + i, rows);
-                    files.read_part(stored, source * row, out)?;
+            match &order {
+                Some(order) => read_rows(files, stored, &order[first..first + count], row, values)?,
+                None => {
+                    files.read_part(stored, first * row, values)?;
+                    files.discard(stored);
                 }
-            } else {
-                files.read_part(stored, (planned.first_row + first) * row, values)?;
-                files.discard(stored);
             }
             planned.change.apply(values);
-            take(stored, values)?;
+            if let Some(columns) = &columns {
+                values.chunks_exact_mut(row).for_each(|line| {
+                    let moved: Vec<f32> = columns.iter().map(|from| line[*from]).collect();
+                    line.copy_from_slice(&moved);
+                });
+            }
+            match heads {
+                Some(_) => take(stored, &transposed(values, row))?,
+                None => take(stored, values)?,
+            }
         }
         files.discard(stored);
     }
     Ok(())
+}
+
+impl PlannedTensor {
+    /// Returns the rows of the parameter in the order of the file, of which there are `rows`;
+    /// `None`: all in order.
+    fn order(&self, rows: usize) -> Option<Vec<usize>> {
+        match (&self.place.rows, self.change.interleave_heads) {
+            (Some(runs), _) => Some(rows_of(runs).collect()),
+            (None, Some(_)) => Some((0..rows).map(|row| self.change.source_row(row, rows)).collect()),
+            (None, None) => None,
+        }
+    }
+}
+
+/// Reads the rows of `order`, those side by side at once.
+fn read_rows(
+    files: &ModelFiles,
+    stored: &str,
+    order: &[usize],
+    row: usize,
+    mut out: &mut [f32],
+) -> Result<()> {
+    for run in order.chunk_by(|a, b| a + 1 == *b) {
+        let (part, rest) = out.split_at_mut(run.len() * row);
+        files.read_part(stored, run[0] * row, part)?;
+        out = rest;
+    }
+    Ok(())
+}
+
+/// Returns the transpose of a matrix with rows of `row` values.
+fn transposed(values: &[f32], row: usize) -> Vec<f32> {
+    (0..row).flat_map(|column| values.iter().skip(column).step_by(row).copied()).collect()
 }
 
 #[cfg(test)]
@@ -284,5 +247,9 @@ mod tests {
         let mut values = [0.0, -0.5, 1.0];
         TensorChange { add: 1.0, factor: 2.0, ..TensorChange::NONE }.apply(&mut values);
         assert_eq!(values, [2.0, 1.0, 4.0]);
+        let mut rates = [0.0, 2f32.ln()];
+        TensorChange { is_log_rate: true, ..TensorChange::NONE }.apply(&mut rates);
+        assert!(rates[0] == -1.0 && (rates[1] + 2.0).abs() < 1e-6, "{rates:?}");
+        assert_eq!(transposed(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     }
 }

@@ -120,7 +120,8 @@ impl Mixture {
     pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
         let default = self.kind.default_type();
         let &[.., _, row] = shape else { return (BlockType::F32, BlockType::F32) };
-        if name.ends_with("ffn_gate_inp.weight") {
+        let is_exact = name.ends_with(".bias") || name.contains("ssm_conv1d");
+        if is_exact || name.ends_with("ffn_gate_inp.weight") {
             return (BlockType::F32, BlockType::F32);
         }
         if !default.is_quantized() {

@@ -7,9 +7,17 @@ use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::composition::BlockConfig;
 use crate::model::config_reader::ConfigReader;
+use crate::ops::activation::PlainActivation;
 
-pub(super) static ARCEE: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("arcee", &["arcee"], compose) };
+pub(super) static ARCEE: Architecture = Architecture {
+    gguf: GgufFacts {
+        plain_activations: &[PlainActivation::Relu2],
+        interleaves_heads: true,
+        rope_types: &["yarn", "llama3"],
+        ..GgufFacts::usual("arcee")
+    },
+    ..parts::architecture("arcee", &["arcee"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let mlp = parts::plain_mlp(keys, "relu2", keys.bool_or("mlp_bias", false)?)?;

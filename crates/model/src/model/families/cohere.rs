@@ -12,7 +12,12 @@ use crate::model::rope::Rope;
 
 pub(super) static COHERE: Architecture = Architecture {
     ties_embeddings: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        tied_head: Some(true),
+        reads_logit_factor: true,
+        ..GgufFacts::usual("command-r")
+    },
     ..parts::architecture("cohere", &["cohere"], compose)
 };
 

@@ -2,7 +2,7 @@
 //! positions on the others.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufFacts, GgufNoPositions, GgufSliding, GgufWindows};
 use super::sizes::ModelSizes;
 use super::{cohere, parts};
 use crate::error::{Error, Result};
@@ -12,7 +12,14 @@ use crate::model::rope::Rope;
 
 pub(super) static COHERE2: Architecture = Architecture {
     ties_embeddings: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        windows: Some(GgufWindows { period: 4, models: GgufSliding::Always }),
+        no_positions: GgufNoPositions::BesideWindows,
+        heads_fill_hidden: true,
+        tied_head: Some(true),
+        reads_logit_factor: true,
+        ..GgufFacts::usual("cohere2")
+    },
     ..parts::architecture("cohere2", &["cohere2"], compose)
 };
 

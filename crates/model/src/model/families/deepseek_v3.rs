@@ -2,7 +2,7 @@
 //! with a bias and in groups.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts;
 use super::sizes::{MOST_HEADS, MOST_WIDE, ModelSizes};
 use crate::error::Result;
@@ -20,8 +20,17 @@ use crate::ops::rms_norm::NormKind;
 pub(super) static DEEPSEEK_V3: Architecture = Architecture {
     has_latents: true,
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GGUF,
     ..parts::architecture("deepseek_v3", &["deepseek_v3", "kimi_k2"], compose)
+};
+
+/// The architecture `deepseek2` of llama.cpp.
+pub(super) const GGUF: GgufFacts = GgufFacts {
+    has_latents: true,
+    rotates_partly: true,
+    reads_yarn_ramp: true,
+    experts: Some(GgufExperts::DEEPSEEK),
+    ..GgufFacts::usual("deepseek2")
 };
 
 /// The defaults of DeepSeek-V3 in transformers.

@@ -2,7 +2,7 @@
 //! by a softmax with a bias, and a shared expert.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use super::{deepseek_v3, parts};
 use crate::error::Result;
@@ -18,7 +18,11 @@ pub(super) static ERNIE4_5_MOE: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
     router_bias_is_row: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        reads_o_bias: true,
+        experts: Some(GgufExperts { has_dense_layers: true, ..GgufExperts::USUAL }),
+        ..GgufFacts::usual("ernie4_5-moe")
+    },
     ..parts::architecture("ernie4_5_moe", &["ernie4_5_moe"], compose)
 };
 

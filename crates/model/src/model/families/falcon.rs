@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, FusedQkv, ResidualPlan};
 use crate::model::config_reader::{ConfigReader, refused};
+use crate::ops::activation::PlainActivation;
 use crate::weights::ClassNames;
 
 pub(super) static FALCON: Architecture = Architecture {
@@ -18,7 +19,13 @@ pub(super) static FALCON: Architecture = Architecture {
     num_kv_heads: Some(num_kv_heads),
     class_names: &ClassNames::FALCON,
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        plain_activations: &[PlainActivation::Gelu, PlainActivation::GeluTanh],
+        heads_fill_hidden: true,
+        always_parallel: true,
+        parallel_norms: ["attn_norm_2", "attn_norm"],
+        ..GgufFacts::usual("falcon")
+    },
     ..parts::architecture("falcon", &["falcon"], compose)
 };
 

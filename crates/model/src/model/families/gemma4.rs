@@ -4,7 +4,7 @@
 //! inputs of their own, and the last ones read keys and values of earlier ones of their kind.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts, GgufLocalRope, GgufSliding, GgufSoftcap, GgufWindows};
 use super::sizes::{self, MOST_HEADS, MOST_TOKENS, MOST_WIDE, ModelSizes};
 use super::{gemma, parts};
 use crate::error::{Error, Result};
@@ -31,7 +31,17 @@ pub(super) static GEMMA4: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
     stacked_experts: Some(StackedExperts { gate_up: "experts.gate_up_proj", down: "experts.down_proj" }),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        activation: Activation::GeluTanh,
+        unscaled_scores: true,
+        own_heads: true,
+        logit_softcap: GgufSoftcap::Optional,
+        experts: Some(GgufExperts { has_mlp: true, ..GgufExperts::USUAL }),
+        windows: Some(GgufWindows { period: 1, models: GgufSliding::Always }),
+        local_rope: Some(GgufLocalRope::OwnBase),
+        rope_types: &["proportional"],
+        ..GgufFacts::usual("gemma4")
+    },
     ..parts::architecture("gemma4", &["gemma4_text", UNIFIED], compose)
 };
 

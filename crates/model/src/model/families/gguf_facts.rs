@@ -1,6 +1,7 @@
 //! Facts about llama.cpp's computation of each family, from its sources (src/models/*.cpp,
 //! src/llama-model.cpp).
 
+use crate::ops::activation::PlainActivation;
 use crate::ops::glu::Activation;
 
 /// A family's architecture in llama.cpp, and its differences from most others.
@@ -10,6 +11,9 @@ pub struct GgufFacts {
     pub architecture: &'static str,
     /// The activation of the gate, which no key changes.
     pub activation: Activation,
+    /// The activations of an MLP without a gate that llama.cpp computes alike, the family's first;
+    /// empty: the architecture has a gate.
+    pub plain_activations: &'static [PlainActivation],
     /// True if rotary positions rotate neighbouring elements, so the export interleaves the halves
     /// of each head of q and k.
     pub interleaves_heads: bool,
@@ -19,12 +23,26 @@ pub struct GgufFacts {
     pub reads_o_bias: bool,
     /// True if llama.cpp reads biases of the MLP.
     pub reads_mlp_biases: bool,
+    /// True if llama.cpp needs every bias that it reads.
+    pub needs_biases: bool,
     /// The name of the norm before the MLP.
     pub mlp_norm: &'static str,
+    /// The names of the norms before attention and the MLP where both read the block's input.
+    pub parallel_norms: [&'static str; 2],
+    /// True if a key says whether both mixers read the block's input.
+    pub names_parallel: bool,
+    /// True if both mixers always read the block's input.
+    pub always_parallel: bool,
+    /// True if layers with a window have heads of their own.
+    pub own_heads: bool,
     /// True if gate and up are two tensors even where the checkpoint has one.
     pub splits_gate_up: bool,
     /// True if keys set the factors on embeddings, attention scores, mixers and logits.
     pub reads_factors: bool,
+    /// True if a key sets the factor on logits alone.
+    pub reads_logit_factor: bool,
+    /// True if attention scores have no factor, whatever the width of a head.
+    pub unscaled_scores: bool,
     /// The soft-cap on attention scores.
     pub attention_softcap: GgufSoftcap,
     /// The soft-cap on logits.
@@ -45,6 +63,12 @@ pub struct GgufFacts {
     pub rope_types: &'static [&'static str],
     /// True if keys set the ramp of yarn, `beta_fast` and `beta_slow`.
     pub reads_yarn_ramp: bool,
+    /// True if the ends of yarn's ramp are no whole numbers in the family; llama.cpp rounds them.
+    pub rounds_yarn_ramp: bool,
+    /// True if attention is latent.
+    pub has_latents: bool,
+    /// Gated DeltaNet; `None`: every layer has attention.
+    pub delta: Option<GgufDelta>,
     /// The number of layers at which `hidden_size / num_attention_heads` scales the scores, instead
     /// of the width of a head.
     pub scales_by_hidden_at: Option<usize>,
@@ -77,13 +101,52 @@ impl GgufSoftcap {
     }
 }
 
-/// The experts of an architecture of llama.cpp, which every layer has.
+/// The experts of an architecture of llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GgufExperts {
-    /// True if the weights of a token's experts sum to 1.
-    pub renormalizes: bool,
+    /// True if the weights of a token's experts sum to 1; `None`: a key says so.
+    pub renormalizes: Option<bool>,
     /// True if a key sets their inner width, instead of that of a model without experts.
     pub has_width: bool,
+    /// True if a key sets the number of first layers without experts; otherwise every layer has
+    /// experts.
+    pub has_dense_layers: bool,
+    /// True if a key sets the number of shared experts, in widths of an expert.
+    pub has_shared_count: bool,
+    /// True if keys set the function of the scores, and a factor on the weights.
+    pub has_scores: bool,
+    /// True if an MLP beside the experts has another width.
+    pub has_mlp: bool,
+}
+
+impl GgufExperts {
+    /// Experts in each layer, chosen by a softmax, whose weights sum to 1.
+    pub(super) const USUAL: Self = GgufExperts {
+        renormalizes: Some(true),
+        has_width: true,
+        has_dense_layers: false,
+        has_shared_count: false,
+        has_scores: false,
+        has_mlp: false,
+    };
+    /// The experts of DeepSeek-V3.
+    pub(super) const DEEPSEEK: Self = GgufExperts {
+        renormalizes: None,
+        has_dense_layers: true,
+        has_shared_count: true,
+        has_scores: true,
+        ..GgufExperts::USUAL
+    };
+}
+
+/// Gated DeltaNet in an architecture of llama.cpp.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GgufDelta {
+    /// True if the value heads of different key heads alternate, instead of those of one key head
+    /// being side by side.
+    pub tiles_value_heads: bool,
+    /// True if a key shares out the rotated pairs among the axes of images.
+    pub has_sections: bool,
 }
 
 /// The sliding windows of an architecture of llama.cpp.
@@ -159,13 +222,21 @@ impl GgufFacts {
     pub(super) const NONE: Self = GgufFacts {
         architecture: "",
         activation: Activation::Silu,
+        plain_activations: &[],
         interleaves_heads: false,
         heads_fill_hidden: false,
         reads_o_bias: false,
         reads_mlp_biases: false,
+        needs_biases: false,
         mlp_norm: "ffn_norm",
+        parallel_norms: ["attn_norm", "ffn_norm"],
+        names_parallel: false,
+        always_parallel: false,
+        own_heads: false,
         splits_gate_up: false,
         reads_factors: false,
+        reads_logit_factor: false,
+        unscaled_scores: false,
         attention_softcap: GgufSoftcap::Never,
         logit_softcap: GgufSoftcap::Never,
         tied_head: None,
@@ -176,6 +247,9 @@ impl GgufFacts {
         no_positions: GgufNoPositions::Never,
         rope_types: &["yarn"],
         reads_yarn_ramp: false,
+        rounds_yarn_ramp: false,
+        has_latents: false,
+        delta: None,
         scales_by_hidden_at: None,
         seventy_b: GgufSeventyB::Never,
         stripping_names: &[],

@@ -2,7 +2,7 @@
 
 use super::architecture::{Architecture, Composition};
 use super::deepseek_v3::{self, RouterDefaults};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -12,7 +12,12 @@ use crate::ops::experts::RouterScores;
 
 pub(super) static GLM4_MOE: Architecture = Architecture {
     module_name: deepseek_v3::module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        mlp_norm: "post_attention_norm",
+        rotates_partly: true,
+        experts: Some(GgufExperts::DEEPSEEK),
+        ..GgufFacts::usual("glm4moe")
+    },
     ..parts::architecture("glm4_moe", &["glm4_moe"], compose)
 };
 

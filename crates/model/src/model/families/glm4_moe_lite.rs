@@ -2,7 +2,6 @@
 
 use super::architecture::{Architecture, Composition};
 use super::deepseek_v3::{self, RouterDefaults};
-use super::gguf_facts::GgufFacts;
 use super::parts;
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -12,7 +11,7 @@ use crate::ops::experts::RouterScores;
 pub(super) static GLM4_MOE_LITE: Architecture = Architecture {
     has_latents: true,
     module_name: deepseek_v3::module_name,
-    gguf: GgufFacts::NONE,
+    gguf: deepseek_v3::GGUF,
     ..parts::architecture("glm4_moe_lite", &["glm4_moe_lite"], compose)
 };
 

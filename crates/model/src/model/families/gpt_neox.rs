@@ -10,13 +10,24 @@ use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, FusedQkv, ResidualPlan};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::RopeContext;
+use crate::ops::activation::PlainActivation;
 use crate::weights::ClassNames;
 
 pub(super) static GPT_NEOX: Architecture = Architecture {
     num_kv_heads: Some(num_kv_heads),
     class_names: &ClassNames::GPT_NEOX,
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        plain_activations: &[PlainActivation::Gelu, PlainActivation::GeluTanh],
+        heads_fill_hidden: true,
+        needs_biases: true,
+        reads_o_bias: true,
+        reads_mlp_biases: true,
+        tied_head: Some(false),
+        names_parallel: true,
+        rotates_partly: true,
+        ..GgufFacts::usual("gptneox")
+    },
     ..parts::architecture("gpt_neox", &["gpt_neox"], compose)
 };
 

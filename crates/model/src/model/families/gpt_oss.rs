@@ -4,7 +4,7 @@
 use serde_json::json;
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts, GgufSliding, GgufWindows};
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
 use crate::error::Result;
@@ -31,7 +31,17 @@ pub(super) static GPT_OSS: Architecture = Architecture {
         down: "mlp.experts.down_proj",
     }),
     transposes_stacks: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        activation: Activation::ClampedSilu,
+        mlp_norm: "post_attention_norm",
+        needs_biases: true,
+        reads_o_bias: true,
+        tied_head: Some(false),
+        rounds_yarn_ramp: true,
+        windows: Some(GgufWindows { period: 2, models: GgufSliding::Always }),
+        experts: Some(GgufExperts::USUAL),
+        ..GgufFacts::usual("gpt-oss")
+    },
     ..parts::architecture("gpt_oss", &["gpt_oss"], compose)
 };
 

@@ -2,7 +2,7 @@
 //! stack.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::granite;
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
@@ -20,7 +20,11 @@ pub(super) static GRANITEMOE: Architecture = Architecture {
         gate_up: "block_sparse_moe.input_linear.weight",
         down: "block_sparse_moe.output_linear.weight",
     }),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        architecture: "granitemoe",
+        experts: Some(GgufExperts { has_width: false, ..GgufExperts::USUAL }),
+        ..granite::GGUF
+    },
     ..parts::architecture("granitemoe", &["granitemoe"], compose)
 };
 

@@ -13,7 +13,7 @@ use crate::model::rope::{Rope, RopeContext};
 
 pub(super) static HUNYUAN: Architecture = Architecture {
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts::usual("hunyuan-dense"),
     ..parts::architecture("hunyuan_v1_dense", &["hunyuan_v1_dense"], compose)
 };
 

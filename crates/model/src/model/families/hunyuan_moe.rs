@@ -2,7 +2,7 @@
 //! width.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use super::{hunyuan, parts};
 use crate::error::Result;
@@ -12,7 +12,7 @@ use crate::model::config_reader::{ConfigReader, refused};
 
 pub(super) static HUNYUAN_MOE: Architecture = Architecture {
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { experts: Some(GgufExperts::USUAL), ..GgufFacts::usual("hunyuan-moe") },
     ..parts::architecture("hunyuan_v1_moe", &["hunyuan_v1_moe"], compose)
 };
 

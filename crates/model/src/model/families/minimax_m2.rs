@@ -2,7 +2,7 @@
 //! sigmoids chooses with a bias.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
 use super::{mixtral, olmo2};
@@ -19,7 +19,12 @@ const EXPERTS: ExpertKeys =
 pub(super) static MINIMAX_M2: Architecture = Architecture {
     head_dim: Some(128),
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        tied_head: Some(false),
+        rotates_partly: true,
+        experts: Some(GgufExperts { has_scores: true, ..GgufExperts::USUAL }),
+        ..GgufFacts::usual("minimax-m2")
+    },
     ..parts::architecture("minimax_m2", &["minimax_m2"], compose)
 };
 

@@ -15,7 +15,7 @@ const EXPERTS: ExpertKeys =
 
 pub(super) static MIXTRAL: Architecture = Architecture {
     module_name,
-    gguf: GgufFacts { experts: Some(GgufExperts { renormalizes: true, has_width: false }), ..llama::GGUF },
+    gguf: GgufFacts { experts: Some(GgufExperts { has_width: false, ..GgufExperts::USUAL }), ..llama::GGUF },
     ..parts::architecture("mixtral", &["mixtral"], compose)
 };
 

@@ -64,8 +64,8 @@ use serde_json::Value;
 
 pub use architecture::Architecture;
 pub use gguf_facts::{
-    GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding, GgufSoftcap,
-    GgufWindows,
+    GgufDelta, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
+    GgufSoftcap, GgufWindows,
 };
 
 use super::config::ModelConfig;

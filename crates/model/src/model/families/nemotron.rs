@@ -8,10 +8,21 @@ use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::composition::BlockConfig;
 use crate::model::config_reader::ConfigReader;
+use crate::ops::activation::PlainActivation;
 use crate::ops::rms_norm::NormKind;
 
-pub(super) static NEMOTRON: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("nemotron", &["nemotron"], compose) };
+pub(super) static NEMOTRON: Architecture = Architecture {
+    gguf: GgufFacts {
+        plain_activations: &[PlainActivation::Relu2],
+        heads_fill_hidden: true,
+        reads_o_bias: true,
+        reads_mlp_biases: true,
+        tied_head: Some(false),
+        rotates_partly: true,
+        ..GgufFacts::usual("nemotron")
+    },
+    ..parts::architecture("nemotron", &["nemotron"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let mlp = parts::plain_mlp(keys, "relu2", keys.bool_or("mlp_bias", false)?)?;

@@ -21,7 +21,7 @@ pub(super) static OLMOE: Architecture = Architecture {
     gguf: GgufFacts {
         heads_fill_hidden: true,
         tied_head: Some(false),
-        experts: Some(GgufExperts { renormalizes: false, has_width: false }),
+        experts: Some(GgufExperts { renormalizes: Some(false), has_width: false, ..GgufExperts::USUAL }),
         ..GgufFacts::usual("olmoe")
     },
     ..parts::architecture("olmoe", &["olmoe"], compose)

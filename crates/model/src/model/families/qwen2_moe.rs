@@ -21,7 +21,7 @@ pub(super) static QWEN2_MOE: Architecture = Architecture {
     gguf: GgufFacts {
         heads_fill_hidden: true,
         tied_head: Some(false),
-        experts: Some(GgufExperts { renormalizes: false, has_width: true }),
+        experts: Some(GgufExperts { renormalizes: Some(false), ..GgufExperts::USUAL }),
         ..GgufFacts::usual("qwen2moe")
     },
     ..parts::architecture("qwen2_moe", &["qwen2_moe"], compose)

@@ -2,7 +2,7 @@
 //! gates on its output.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufDelta, GgufFacts};
 use super::parts;
 use super::sizes::{MOST_HEADS, ModelSizes};
 use crate::error::{Error, Result};
@@ -14,8 +14,16 @@ use crate::ops::rms_norm::NormKind;
 
 pub(super) static QWEN3_5: Architecture = Architecture {
     head_dim: Some(256),
-    gguf: GgufFacts::NONE,
+    gguf: GGUF,
     ..parts::architecture("qwen3_5", &["qwen3_5_text"], compose)
+};
+
+/// The architecture `qwen35` of llama.cpp; the others with Gated DeltaNet differ by experts.
+pub(super) const GGUF: GgufFacts = GgufFacts {
+    mlp_norm: "post_attention_norm",
+    rotates_partly: true,
+    delta: Some(GgufDelta { tiles_value_heads: true, has_sections: true }),
+    ..GgufFacts::usual("qwen35")
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {

@@ -2,7 +2,7 @@
 //! beside a shared one in every layer. The files of the hub stack the experts of a layer.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::qwen3_5;
 use super::sizes::{MOST_WIDE, ModelSizes};
@@ -25,7 +25,7 @@ pub(super) static QWEN3_5_MOE: Architecture = Architecture {
         gate_up: "mlp.experts.gate_up_proj",
         down: "mlp.experts.down_proj",
     }),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts { architecture: "qwen35moe", experts: Some(GgufExperts::USUAL), ..qwen3_5::GGUF },
     ..parts::architecture("qwen3_5_moe", &["qwen3_5_moe_text"], compose)
 };
 

@@ -18,10 +18,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 };
 
 pub(super) static QWEN3_MOE: Architecture = Architecture {
-    gguf: GgufFacts {
-        experts: Some(GgufExperts { renormalizes: true, has_width: true }),
-        ..GgufFacts::usual("qwen3moe")
-    },
+    gguf: GgufFacts { experts: Some(GgufExperts::USUAL), ..GgufFacts::usual("qwen3moe") },
     ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose)
 };
 

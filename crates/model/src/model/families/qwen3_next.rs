@@ -2,7 +2,7 @@
 //! experts beside a shared one.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufDelta, GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
 use super::{qwen3_5, qwen3_5_moe};
@@ -20,7 +20,12 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 
 pub(super) static QWEN3_NEXT: Architecture = Architecture {
     head_dim: Some(256),
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        architecture: "qwen3next",
+        experts: Some(GgufExperts::USUAL),
+        delta: Some(GgufDelta { tiles_value_heads: false, has_sections: false }),
+        ..qwen3_5::GGUF
+    },
     ..parts::architecture("qwen3_next", &["qwen3_next"], compose)
 };
 

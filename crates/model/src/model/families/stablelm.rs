@@ -9,8 +9,16 @@ use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, ResidualPlan};
 use crate::model::config_reader::{ConfigReader, refused};
 
-pub(super) static STABLELM: Architecture =
-    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("stablelm", &["stablelm"], compose) };
+pub(super) static STABLELM: Architecture = Architecture {
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        tied_head: Some(false),
+        names_parallel: true,
+        rotates_partly: true,
+        ..GgufFacts::usual("stablelm")
+    },
+    ..parts::architecture("stablelm", &["stablelm"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     if keys.bool_or("qk_layernorm", false)? {

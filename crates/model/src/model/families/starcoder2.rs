@@ -8,11 +8,19 @@ use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
+use crate::ops::activation::PlainActivation;
 
 pub(super) static STARCODER2: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        plain_activations: &[PlainActivation::GeluTanh, PlainActivation::Gelu],
+        heads_fill_hidden: true,
+        needs_biases: true,
+        reads_o_bias: true,
+        reads_mlp_biases: true,
+        ..GgufFacts::usual("starcoder2")
+    },
     ..parts::architecture("starcoder2", &["starcoder2"], compose)
 };
 

@@ -1,10 +1,10 @@
 //! The values of a tensor of a GGUF file as a parameter of the model: decoded, with rows in the
 //! order of Hugging Face checkpoints.
 
-use std::ops::Range;
-
 use rayon::prelude::*;
 
+use super::order::FileOrder;
+use super::source::{BlockSource, decode_part, row_bytes};
 use crate::error::Result;
 use crate::quant;
 use crate::quant::{BlockType, GridCodes, GridFormat, GridZeros, RunMeaning, RunsViewMut, ScaleDtype};
@@ -13,13 +13,6 @@ use crate::weights::tensor_info::ShardRange;
 
 /// The least number of values that are decoded at once.
 const VALUES: usize = 1 << 16;
-
-/// One tensor of a file, or a part of it.
-#[derive(Debug, Clone)]
-pub(in crate::weights) struct BlockSource {
-    pub(super) kind: BlockType,
-    pub(super) place: ShardRange,
-}
 
 /// The data of a parameter besides its entry in the list of tensors, which has the position of the
 /// first source.
@@ -35,6 +28,10 @@ pub(in crate::weights) struct BlockParts {
     pub(super) interleaved_heads: Option<usize>,
     /// The number that the file has added to each value.
     pub(super) added: f32,
+    /// The order of rows and columns; `None`: sources hold equal shares in order.
+    pub(super) order: Option<FileOrder>,
+    /// True if the file has −exp(v) for each value v.
+    pub(super) is_log_rate: bool,
 }
 
 impl BlockParts {
@@ -71,7 +68,11 @@ impl BlockParts {
     /// includes it, so it never changes.
     pub(in crate::weights) fn fingerprint(&self) -> String {
         let kinds: Vec<&str> = self.sources.iter().map(|source| source.kind.name()).collect();
-        format!("gguf {} {:?} {}", kinds.join("+"), self.interleaved_heads, self.added)
+        let mut text = format!("gguf {} {:?} {}", kinds.join("+"), self.interleaved_heads, self.added);
+        if let Some(order) = &self.order {
+            text = format!("{text} in the order {}", order.text());
+        }
+        if self.is_log_rate { format!("{text} as rates") } else { text }
     }
 
     /// Returns the row of the file that holds `row` of a source.
@@ -94,7 +95,13 @@ impl BlockParts {
         let task = (VALUES / self.columns.max(1)).max(1) * self.columns.max(1);
         out.par_chunks_mut(task).enumerate().for_each(|(i, out)| {
             let mut values = vec![0f32; out.len()];
-            self.decode(&sources, start + i * task, &mut values);
+            match &self.order {
+                Some(order) => order.decode(&self.sources, &sources, start + i * task, &mut values),
+                None => self.decode(&sources, start + i * task, &mut values),
+            }
+            if self.is_log_rate {
+                values.iter_mut().for_each(|value| *value = (-*value).ln());
+            }
             T::round(&values, out);
         });
         Ok(())
@@ -109,7 +116,8 @@ impl BlockParts {
             _ => return None,
         };
         let alike = self.sources.iter().all(|source| Some(source.kind) == self.kind());
-        (alike && self.added == 0.0 && self.rows > 0 && self.columns > 0).then_some(GridFormat {
+        let in_order = self.order.is_none() && !self.is_log_rate;
+        (alike && in_order && self.added == 0.0 && self.rows > 0 && self.columns > 0).then_some(GridFormat {
             codes,
             columns: self.columns,
             row_block: 1,
@@ -182,24 +190,6 @@ fn block_codes(kind: GridCodes, block: &[u8], codes: &mut [u8]) {
     }
 }
 
-fn row_bytes(kind: BlockType, bytes: &[u8], row: usize, columns: usize) -> &[u8] {
-    let size = columns / kind.elements() * kind.bytes();
-    &bytes[row * size..][..size]
-}
-
-/// Decodes some columns of a row.
-fn decode_part(kind: BlockType, row: &[u8], columns: Range<usize>, out: &mut [f32], scratch: &mut Vec<f32>) {
-    let n = kind.elements();
-    let blocks = columns.start / n..columns.end.div_ceil(n);
-    let bytes = &row[blocks.start * kind.bytes()..blocks.end * kind.bytes()];
-    if blocks.len() * n == out.len() {
-        return kind.dequantize(bytes, out);
-    }
-    scratch.resize(blocks.len() * n, 0.0);
-    kind.dequantize(bytes, scratch);
-    out.copy_from_slice(&scratch[columns.start - blocks.start * n..][..columns.len()]);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,6 +204,8 @@ mod tests {
             rows: 16,
             interleaved_heads: Some(2),
             added: 1.0,
+            order: None,
+            is_log_rate: false,
         };
         let stored = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15];
         let bytes: Vec<u8> = stored.iter().flat_map(|row| (*row as f32 + 1.0).to_le_bytes()).collect();
@@ -227,7 +219,16 @@ mod tests {
     fn the_fingerprint_stays() {
         let source = |kind| BlockSource { kind, place: ShardRange { shard: 0, range: 0..0 } };
         let sources = vec![source(BlockType::Q4K), source(BlockType::Q6K)];
-        let parts = BlockParts { sources, columns: 256, rows: 1, interleaved_heads: Some(4), added: 1.0 };
+        let (order, is_log_rate) = (None, false);
+        let parts = BlockParts {
+            sources,
+            columns: 256,
+            rows: 1,
+            interleaved_heads: Some(4),
+            added: 1.0,
+            order,
+            is_log_rate,
+        };
         assert_eq!(parts.fingerprint(), "gguf q4_K+q6_K Some(4) 1");
     }
 }

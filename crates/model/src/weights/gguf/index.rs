@@ -10,8 +10,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::blocks::{BlockParts, BlockSource};
+use super::blocks::BlockParts;
 use super::file::GgufFile;
+use super::order::FileOrder;
+use super::parameter::GgufParameter;
+use super::source::BlockSource;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::quant::BlockType;
@@ -21,24 +24,6 @@ use crate::weights::{ModelFiles, StoredDtype, TensorInfo};
 
 /// The name of the list in the folder of a model.
 pub const GGUF_INDEX: &str = "model.gguf.index.json";
-
-/// A parameter of the model in GGUF files.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct GgufParameter {
-    /// The tensors that hold its rows, in equal shares.
-    pub(crate) tensors: Vec<String>,
-    /// The expert, if a tensor holds those of all experts.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) expert: Option<usize>,
-    /// Its shape in the model.
-    pub(crate) shape: Vec<usize>,
-    /// The number of heads whose halves are interleaved in the file.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) interleaved_heads: Option<usize>,
-    /// The number that the file has added to each value.
-    #[serde(default)]
-    pub(crate) added: f32,
-}
 
 /// The contents of the list.
 #[derive(Debug, Serialize, Deserialize)]
@@ -76,25 +61,33 @@ pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
     Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts))
 }
 
-/// Finds the values of a parameter.
-fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
-    let GgufParameter { tensors, expert, shape, interleaved_heads, added } = parameter;
+/// Finds the tensors of a parameter, whose rows are in `order`.
+fn sources(
+    file: &GgufFile,
+    parameter: &GgufParameter,
+    order: Option<&FileOrder>,
+) -> Result<Vec<BlockSource>, String> {
+    let GgufParameter { tensors, expert, shape, .. } = parameter;
     let columns = shape.last().copied().unwrap_or(1);
-    let elements: usize = shape.iter().product();
-    let share = elements / tensors.len().max(1);
+    let share = shape.iter().product::<usize>() / tensors.len().max(1);
     let mut sources = Vec::new();
-    for name in tensors {
+    for (at, name) in tensors.iter().enumerate() {
+        let share = order.map_or(share, |order| order.elements(at));
         let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
         let experts = if expert.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
         let one = expert.unwrap_or(0);
-        if row != columns || stored != share * experts || one >= experts {
+        let is_wide = order.map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
+        if !is_wide || stored != share * experts || one >= experts {
             let what = if expert.is_some() { " for each expert" } else { "" };
             return Err(format!(
                 "`{name}` has shape {:?}; accepted: {share} elements{what} in rows of {columns}",
                 tensor.shape
             ));
+        }
+        if order.is_some_and(FileOrder::is_by_element) && tensor.kind.is_quantized() {
+            return Err(format!("`{name}` has type {}; accepted: f32, f16, bf16", tensor.kind));
         }
         let bytes = tensor.range.len() / experts;
         let start = tensor.range.start + one * bytes;
@@ -103,6 +96,17 @@ fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> 
             place: ShardRange { shard, range: start..start + bytes },
         });
     }
+    Ok(sources)
+}
+
+/// Finds the values of a parameter.
+fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> {
+    let GgufParameter { tensors, shape, interleaved_heads, added, is_log_rate, .. } = parameter;
+    let columns = shape.last().copied().unwrap_or(1);
+    let elements: usize = shape.iter().product();
+    let share = elements / tensors.len().max(1);
+    let order = FileOrder::of(parameter, elements)?;
+    let sources = sources(file, parameter, order.as_ref())?;
     let first = sources.first().ok_or("the list names no tensor of it")?;
     let dtype = match first.kind {
         BlockType::F32 => StoredDtype::F32,
@@ -120,13 +124,21 @@ fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> 
         stack: None,
     };
     let is_plain = sources.len() == 1 && !first.kind.is_quantized() && *added == 0.0;
-    if is_plain && interleaved_heads.is_none() {
+    if is_plain && interleaved_heads.is_none() && order.is_none() && !is_log_rate {
         return Ok(Placed { info, parts: None });
     }
     let rows = share / columns.max(1);
     if let Some(heads) = interleaved_heads.filter(|heads| *heads == 0 || !rows.is_multiple_of(2 * heads)) {
         return Err(format!("its {rows} rows are no pairs of {heads} heads"));
     }
-    let parts = BlockParts { sources, columns, rows, interleaved_heads: *interleaved_heads, added: *added };
+    let parts = BlockParts {
+        sources,
+        columns,
+        rows,
+        interleaved_heads: *interleaved_heads,
+        added: *added,
+        order,
+        is_log_rate: *is_log_rate,
+    };
     Ok(Placed { info, parts: Some(parts) })
 }

@@ -2,16 +2,23 @@
 //!
 //! `header` parses the container, `file` opens a model of one or several files. `index` lists the
 //! parameters under their Hugging Face names, and `blocks` decodes their values while they are
-//! read. `export::gguf` makes the list and config.json from the metadata.
+//! read; `rows` and `order` tell which rows of a tensor are those of a parameter. `export::gguf`
+//! makes the list and config.json from the metadata.
 
 mod blocks;
 mod file;
 mod header;
 mod index;
+mod order;
+mod parameter;
+mod rows;
+mod source;
 
 pub(super) use blocks::BlockParts;
 pub(crate) use file::GgufFile;
 pub(crate) use header::{GgufTensor, GgufValue};
 pub use index::GGUF_INDEX;
+pub(crate) use index::GgufIndex;
 pub(super) use index::open;
-pub(crate) use index::{GgufIndex, GgufParameter};
+pub(crate) use parameter::GgufParameter;
+pub(crate) use rows::{RowRun, rows_of};

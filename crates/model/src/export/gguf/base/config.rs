@@ -9,12 +9,12 @@ use serde_json::{Map, Value, json};
 use super::super::GgufType;
 use super::super::metadata;
 use super::super::writer::MetadataValue;
-use super::keys::{ArchKeys, shown, single};
+use super::keys::{ArchKeys, is_set, shown, single};
+use super::mixers::{self, HeadSettings};
 use super::rope;
 use crate::error::{ErrorContext as _, Result};
 use crate::model::{self, Architecture, GgufSliding, GgufSoftcap, GgufWindows, ModelConfig};
-use crate::ops::glu::Activation;
-use crate::weights::{GgufFile, GgufTensor, GgufValue, StoredDtype};
+use crate::weights::{GgufFile, GgufValue, StoredDtype};
 
 /// The width of sliding windows in architectures that always have them.
 const WINDOW: usize = 4096;
@@ -60,8 +60,7 @@ fn family(keys: &ArchKeys<'_>) -> Result<&'static Architecture> {
     let all = || model::families().filter(|family| !family.gguf.architecture.is_empty());
     let has_experts = keys.size("expert_count")?.is_some_and(|count| count > 0);
     let same = all().filter(|family| family.gguf.architecture == keys.arch);
-    let found: Vec<&Architecture> =
-        same.filter(|family| family.gguf.experts.is_some() == has_experts).collect();
+    let found: Vec<&Architecture> = same.filter(|family| has_such_experts(family, has_experts)).collect();
     let special = keys.size("attention.sliding_window")?.is_some_and(|width| width > 0)
         || keys.flag("rope.scaling.finetuned")? == Some(false) && keys.get("rope.freq_base").is_none();
     let second = found.get(1).filter(|_| special);
@@ -78,50 +77,33 @@ fn family(keys: &ArchKeys<'_>) -> Result<&'static Architecture> {
     })
 }
 
+/// Returns whether models of the family have experts, or none.
+fn has_such_experts(family: &Architecture, has_experts: bool) -> bool {
+    family.gguf.experts.map_or(!has_experts, |facts| has_experts || facts.has_mlp)
+}
+
 /// The settings of config.json.
 fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
     let (file, facts) = (keys.file, &family.gguf);
     let table = file.tensor("token_embd.weight").filter(|table| table.shape.len() == 2);
     let table =
         table.ok_or_else(|| file.refused("its tensor `token_embd.weight` is missing or no matrix"))?;
-    let heads = keys.required("attention.head_count")?;
-    let hidden = keys.required("embedding_length")?;
-    let head_dim = keys.size("attention.key_length")?.unwrap_or(hidden / heads.max(1));
-    let value_length = keys.size("attention.value_length")?.unwrap_or(head_dim);
-    if value_length != head_dim {
-        let cause = format!("its heads have keys of {head_dim} and values of {value_length} columns");
-        return Err(file.refused(format!("{cause}; accepted: equal widths")));
-    }
+    let (heads, hidden) = (keys.required("attention.head_count")?, keys.required("embedding_length")?);
     let layers = block_count(keys)?;
+    let HeadSettings { json: mut settings, head_dim } = mixers::heads(keys, family, layers)?;
     keys.size("vocab_size")?;
     let model_type = family.model_types.first().copied().unwrap_or_default();
-    let act = match facts.activation {
-        Activation::Silu => "silu",
-        Activation::GeluTanh => "gelu_pytorch_tanh",
-        other => return Err(file.refused(format!("the activation of its architecture is {other:?}"))),
-    };
-    let mut json = Map::new();
-    let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
+    let mut set = |key: &str, value: Value| settings.insert(key.to_owned(), value);
     set("architectures", json!([class_name(model_type)]));
     set("model_type", model_type.into());
     set("torch_dtype", dtype(file).config_name().into());
     set("vocab_size", table.shape[0].into());
     set("hidden_size", hidden.into());
     set("num_hidden_layers", layers.into());
-    set("num_attention_heads", heads.into());
-    set("num_key_value_heads", keys.size("attention.head_count_kv")?.unwrap_or(heads).into());
-    set("head_dim", head_dim.into());
-    set("hidden_act", act.into());
-    if facts.activation == Activation::GeluTanh {
-        set("hidden_activation", act.into());
-    }
     set("max_position_embeddings", keys.required("context_length")?.into());
-    if let Some(eps) = keys.float("attention.layer_norm_rms_epsilon")? {
-        set("rms_norm_eps", eps.into());
-    }
     set("tie_word_embeddings", file.tensor("output.weight").is_none().into());
     for (key, module) in [
-        ("attention_bias", "attn_q"),
+        ("attention_bias", if file.tensor("blk.0.attn_qkv.bias").is_some() { "attn_qkv" } else { "attn_q" }),
         ("qkv_bias", "attn_q"),
         ("attention_out_bias", "attn_output"),
         ("mlp_bias", "ffn_up"),
@@ -132,11 +114,12 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     if let Some(width) = keys.size("feed_forward_length")? {
         set(family.intermediate_size, width.into());
     }
-    json.extend(factors(keys, family, head_dim, hidden / heads.max(1), layers)?);
-    json.extend(experts(keys, family)?);
-    json.extend(windows(keys, family, layers)?);
-    json.extend(rope::settings(keys, facts, head_dim, layers)?);
-    Ok(json)
+    settings.extend(factors(keys, family, head_dim, hidden / heads.max(1), layers)?);
+    settings.extend(mixers::experts(keys, family)?);
+    settings.extend(windows(keys, family, layers)?);
+    settings.extend(rope::settings(keys, facts, head_dim, layers)?);
+    settings.extend(mixers::others(keys, family, layers)?);
+    Ok(settings)
 }
 
 /// Returns the number of blocks, each of which has tensors.
@@ -179,6 +162,13 @@ fn class_name(model_type: &str) -> String {
     }
     let name = match name.as_str() {
         "Smollm3" => "SmolLM3",
+        "GptNeox" => "GPTNeoX",
+        "Stablelm" => "StableLm",
+        "HunyuanV1Dense" => "HunYuanDenseV1",
+        "HunyuanV1Moe" => "HunYuanMoEV1",
+        "MinimaxM2" => "MiniMaxM2",
+        "Granitemoe" => "GraniteMoe",
+        "Ernie4_5Moe" => "Ernie4_5_Moe",
         "Granitemoehybrid" => "GraniteMoeHybrid",
         regular => regular,
     };
@@ -239,50 +229,6 @@ fn factors(
     Ok(json)
 }
 
-/// Numbers and widths of experts.
-fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
-    let (file, mut json) = (keys.file, Map::new());
-    let Some(facts) = family.gguf.experts else { return Ok(json) };
-    const FIRST: &str = "blk.0.ffn_up_exps.weight";
-    let width =
-        |name: &str| file.tensor(name).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1));
-    let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
-    let count = keys.required("expert_count")?;
-    // Before a model of so many experts is composed.
-    let stored = file.tensor(FIRST).and_then(|tensor| tensor.shape.first());
-    if stored != Some(&count) {
-        let stored = stored.map_or_else(|| "is missing".to_owned(), |stored| format!("has {stored}"));
-        let cause =
-            format!("its key `{}.expert_count` is {count}, and its tensor `{FIRST}` {stored}", keys.arch);
-        return Err(file.refused(cause));
-    }
-    set("num_experts", count.into());
-    set("num_local_experts", count.into());
-    set("num_experts_per_tok", keys.required("expert_used_count")?.into());
-    set("norm_topk_prob", facts.renormalizes.into());
-    set("decoder_sparse_step", 1.into());
-    keys.size("expert_feed_forward_length")?;
-    keys.size("expert_shared_feed_forward_length")?;
-    if let Some(width) = width(FIRST) {
-        set("moe_intermediate_size", (*width).into());
-        if keys.size("feed_forward_length")?.is_none() {
-            set(family.intermediate_size, (*width).into());
-        }
-    }
-    if let Some(width) = width("blk.0.ffn_up_shexp.weight") {
-        set("shared_expert_intermediate_size", (*width).into());
-    }
-    // Newer files name what the architecture always does.
-    if let Some(found) = keys.flag("expert_weights_norm")?.filter(|found| *found != facts.renormalizes) {
-        let accepted = facts.renormalizes.to_string();
-        return Err(keys.refused("expert_weights_norm", &GgufValue::Bool(found), &accepted));
-    }
-    if let Some(found) = keys.size("expert_gating_func")?.filter(|found| *found != 1) {
-        return Err(keys.refused("expert_gating_func", &GgufValue::Integer(found as i64), "1, a softmax"));
-    }
-    Ok(json)
-}
-
 /// The width of sliding windows and the layers that have one.
 fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<Map<String, Value>> {
     let mut json = Map::new();
@@ -320,14 +266,6 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
 /// Returns the layers that slide: all but the last of each period; with a period of 0 all.
 fn by_period(period: usize, layers: usize) -> Vec<bool> {
     (0..layers).map(|layer| period == 0 || layer % period < period - 1).collect()
-}
-
-fn is_set(value: &GgufValue) -> Option<bool> {
-    match value {
-        GgufValue::Bool(flag) => Some(*flag),
-        GgufValue::Integer(number) => Some(*number != 0),
-        _ => None,
-    }
 }
 
 /// Describes the composed model as the exporter does, and compares with the keys of the file.
@@ -373,8 +311,8 @@ fn agree(ours: &MetadataValue, theirs: &GgufValue) -> bool {
         }
         (MetadataValue::Bool(ours), GgufValue::Bool(theirs)) => ours == theirs,
         (MetadataValue::Text(ours), GgufValue::Text(theirs)) => ours == theirs,
-        // The pattern of windows, which the layers have been read from.
-        (MetadataValue::Bools(_), _) => true,
+        // Lists, which the layers have been read from.
+        (MetadataValue::Bools(_) | MetadataValue::I32s(_), _) => true,
         _ => false,
     }
 }
@@ -395,6 +333,16 @@ mod tests {
             ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
             ("seed_oss", "SeedOssForCausalLM"),
             ("exaone4", "Exaone4ForCausalLM"),
+            ("gpt_neox", "GPTNeoXForCausalLM"),
+            ("stablelm", "StableLmForCausalLM"),
+            ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+            ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
+            ("minimax_m2", "MiniMaxM2ForCausalLM"),
+            ("granitemoe", "GraniteMoeForCausalLM"),
+            ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+            ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+            ("gpt_oss", "GptOssForCausalLM"),
+            ("deepseek_v3", "DeepseekV3ForCausalLM"),
         ] {
             assert_eq!(class_name(model_type), class);
         }

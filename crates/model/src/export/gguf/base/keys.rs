@@ -39,6 +39,15 @@ pub(super) fn shown(value: &GgufValue) -> String {
     }
 }
 
+/// Returns a flag, which some files hold as a number.
+pub(super) fn is_set(value: &GgufValue) -> Option<bool> {
+    match value {
+        GgufValue::Bool(flag) => Some(*flag),
+        GgufValue::Integer(number) => Some(*number != 0),
+        _ => None,
+    }
+}
+
 impl<'a> ArchKeys<'a> {
     pub(super) fn new(file: &'a GgufFile, arch: &'a str) -> Self {
         ArchKeys { file, arch, read: RefCell::default() }

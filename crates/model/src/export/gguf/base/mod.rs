@@ -6,6 +6,7 @@
 
 mod config;
 mod keys;
+mod mixers;
 mod parameters;
 mod rope;
 mod tokenizer;

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::tensors::{change, module_names};
+use super::super::places::{TensorPlace, places};
+use super::super::tensors::change;
 use super::rope::{LLAMA3, LONG, SHORT};
 use crate::error::Result;
-use crate::model::{self, ModelConfig, ModelPart, Role};
+use crate::model::{self, ModelConfig, ModelPart};
 use crate::weights::{GgufFile, GgufIndex, GgufParameter};
 
 /// Lists the parameters.
@@ -16,9 +17,8 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> 
     let mut used: BTreeSet<String> = [LLAMA3, LONG, SHORT].map(str::to_owned).into();
     let mut parameters = BTreeMap::new();
     for spec in model::parameters(config) {
-        let end = if spec.role == Role::Bias { "bias" } else { "weight" };
-        let names = module_names(&config.family.gguf, spec.part).into_iter();
-        let tensors: Vec<String> = names.map(|name| format!("{name}.{end}")).collect();
+        let places = places(config, &spec);
+        let tensors: Vec<String> = places.iter().map(|place| place.name.clone()).collect();
         if let Some(missing) = tensors.iter().find(|name| file.tensor(name).is_none()) {
             return Err(file.refused(format!("its tensor `{missing}` is missing")));
         }
@@ -27,13 +27,18 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> 
             ModelPart::Block { part, .. } => part.expert(),
             _ => None,
         };
-        let change = change(config, spec.part);
+        let change = change(config, &spec);
         let parameter = GgufParameter {
             tensors,
             expert: expert.map(usize::from),
             shape: spec.shape,
             interleaved_heads: change.interleave_heads,
             added: change.add,
+            rows: places.iter().filter_map(|place| place.rows.clone()).collect(),
+            columns: places.iter().filter_map(|place| place.columns.clone()).flatten().collect(),
+            transposed_heads: heads_of(&places),
+            by_element: places.iter().any(|place| place.by_element),
+            is_log_rate: change.is_log_rate,
         };
         parameters.insert(spec.name, parameter);
     }
@@ -44,4 +49,10 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> 
         ))),
         None => Ok(GgufIndex { file: file.path().to_owned(), parameters }),
     }
+}
+
+/// Returns the numbers of heads that tensors hold transposed; empty if none does.
+fn heads_of(places: &[TensorPlace]) -> Vec<Option<usize>> {
+    let all: Vec<Option<usize>> = places.iter().map(|place| place.transposed_heads).collect();
+    if all.iter().all(Option::is_none) { Vec::new() } else { all }
 }

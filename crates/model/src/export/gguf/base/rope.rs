@@ -50,18 +50,55 @@ pub(super) fn settings(
             set("rope_local_base_freq", local.unwrap_or(BASE).into());
         }
     }
+    // The names of GPT-NeoX.
+    set("rotary_emb_base", theta.into());
+    set("rotary_pct", (width as f64 / head_dim.max(1) as f64).into());
+    if facts.own_heads {
+        let of_sliding = json.get("rope_local_base_freq").cloned().unwrap_or(BASE.into());
+        json.insert("rope_parameters".to_owned(), by_layer_type(keys, theta, width, of_sliding)?);
+        return Ok(json);
+    }
     let rope = RopeKeys { keys, theta, width };
     if let Some(mut scaling) = rope.scaling()? {
+        if facts.rounds_yarn_ramp && scaling.contains_key("factor") {
+            scaling.insert("truncate".to_owned(), false.into());
+        }
+        if let Some(all) = keys.float("rope.scaling.yarn_log_multiplier")?.filter(|all| *all != 0.0) {
+            // llama.cpp has a tenth of it.
+            let all: Value = shortest((10.0 * all) as f32).into();
+            scaling.insert("mscale".to_owned(), all.clone());
+            scaling.insert("mscale_all_dim".to_owned(), all);
+        }
         if let Some(beta) = keys.float("attention.temperature_scale")? {
             scaling.insert("llama_4_scaling_beta".to_owned(), beta.into());
         }
         if scaling.contains_key("short_factor") {
             let original = scaling.get("original_max_position_embeddings").cloned();
+            let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
             set("original_max_position_embeddings", original.unwrap_or(Value::Null));
         }
-        set("rope_scaling", scaling.into());
+        json.insert("rope_scaling".to_owned(), scaling.into());
     }
     Ok(json)
+}
+
+/// Returns the ropes of full and of sliding attention in Gemma 4: the divisors of the first are 1
+/// for the pairs that turn.
+fn by_layer_type(keys: &ArchKeys<'_>, theta: f64, width: usize, of_sliding: Value) -> Result<Value> {
+    let divisors = keys.file.values(LLAMA3).unwrap_or_default();
+    let turning = divisors.iter().take_while(|divisor| **divisor == 1.0).count();
+    let known = divisors.len() == width / 2 && divisors[turning..].iter().all(|divisor| *divisor >= 1e20);
+    if !known || turning == 0 {
+        return Err(keys.file.refused(format!(
+            "its tensor `{LLAMA3}` is no {} divisors, first of 1 and then of 1e30",
+            width / 2
+        )));
+    }
+    let part = 2.0 * turning as f64 / width as f64;
+    Ok(json!({
+        "full_attention": { "rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part },
+        "sliding_attention": { "rope_type": "default", "rope_theta": of_sliding },
+    }))
 }
 
 struct RopeKeys<'a> {
