@@ -172,9 +172,31 @@ fn counts_are_those_of_the_tensors() {
       caused by: its key `olmoe.expert_count` is 100000000, and its tensor `blk.0.ffn_up_exps.weight` has 8
     hint: give the Hugging Face model that the GGUF file was made from
     error: cannot use the model of [DIR]/model.gguf
-      caused by: its key `olmoe.block_count` is 100000000, and it has no tensor `blk.99999999.*`
+      caused by: its key `olmoe.block_count` is 100000000; accepted: up to 65536
     hint: give the Hugging Face model that the GGUF file was made from
     ");
+}
+
+/// llama.cpp's converter writes that blocks of StableLM are parallel if config.json does not say it;
+/// llama.cpp looks for the norm before the MLP.
+#[test]
+fn blocks_of_stablelm_are_what_their_norms_say() {
+    let place = Place::new();
+    let model = golden("families/models/tiny-stablelm");
+    place.said(&["export", "--model", model.to_str().unwrap(), "--format", "gguf", "--output", "model.gguf"]);
+    let planned = || {
+        let plan = ["plan", "--model", "model.gguf", "--recipe", "lora", "--json"];
+        String::from_utf8(place.command(&plan).output().unwrap().stdout).unwrap()
+    };
+    let wanted = planned();
+    assert!(wanted.contains("parameters"), "{wanted}");
+    let mut bytes = std::fs::read(place.path("model.gguf")).unwrap();
+    let key = b"stablelm.use_parallel_residual";
+    let at = bytes.windows(key.len()).position(|found| found == key).unwrap() + key.len() + 4;
+    assert_eq!(bytes[at], 0);
+    bytes[at] = 1;
+    std::fs::write(place.path("model.gguf"), bytes).unwrap();
+    assert_eq!(planned(), wanted);
 }
 
 /// Each gets one error, and nothing is written.

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use super::description::refused;
 use super::metadata::refuse_unknown;
+use super::mixers::unwritten;
 use super::places::{TensorPlace, places};
 use super::tensors::{TensorChange, change};
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
@@ -47,6 +48,9 @@ pub fn write_adapter(
     };
     refuse_more_than_lora(adapter)?;
     refuse_unknown(config)?;
+    if let Some(fault) = unwritten(config) {
+        return Err(refused(format!("the model has {fault}, which finetune does not write as GGUF yet")));
+    }
     let opened = SavedAdapter::read(adapter)?.fitted(&model::modules(config))?;
     if let Some(saved) = opened.saved().next() {
         return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));

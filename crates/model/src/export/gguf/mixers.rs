@@ -134,10 +134,10 @@ fn delta(config: &ModelConfig, mixer: &DeltaMixer, arch: &str, metadata: &mut Gg
         metadata.set(format!("{arch}.attention.recurrent_layers"), MetadataValue::Bools(recurs));
     }
     if config.family.gguf.delta.is_some_and(|delta| delta.has_sections) {
-        // Text has the same position on each axis, so that any sections give the same angles.
+        // Pairs take three axes in turns. Text has the same position on each of these, and 0 on the
+        // fourth, which a pair beyond its axis would take.
         let pairs = config.ropes.first().map_or(0, |rope| rope.inv_freq.len()) as i32;
-        let rest = pairs / 3;
-        let sections = vec![pairs - 2 * rest, rest, rest, 0];
+        let sections = vec![(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0];
         metadata.set(format!("{arch}.rope.dimension_sections"), MetadataValue::I32s(sections));
     }
     Ok(())
@@ -191,12 +191,14 @@ pub(super) fn fault(config: &ModelConfig) -> Option<String> {
     if facts.needs_biases && config.attentions().any(|attention| !attention.o_bias) {
         return Some("no bias in o_proj".to_owned());
     }
-    // finetune does not write those of Gemma 4 E2B and E4B yet.
-    if config.per_layer_width(1) > 0 || config.attentions().any(|attention| attention.reads_from().is_some())
-    {
-        return Some("inputs of each layer, or keys and values that layers share".to_owned());
-    }
-    experts_fault(config)
+    unwritten(config).or_else(|| experts_fault(config))
+}
+
+/// Returns what finetune does not write yet: the parts of Gemma 4 E2B and E4B alone.
+pub(super) fn unwritten(config: &ModelConfig) -> Option<String> {
+    let shares = config.attentions().any(|attention| attention.reads_from().is_some());
+    (shares || config.per_layer_width(1) > 0)
+        .then(|| "inputs of each layer, or keys and values that layers share".to_owned())
 }
 
 fn experts_fault(config: &ModelConfig) -> Option<String> {

@@ -31,6 +31,8 @@ pub struct GgufFacts {
     pub parallel_norms: [&'static str; 2],
     /// True if a key says whether both mixers read the block's input.
     pub names_parallel: bool,
+    /// True if blocks without a norm before the MLP are parallel, whatever that key says.
+    pub parallel_by_norm: bool,
     /// True if both mixers always read the block's input.
     pub always_parallel: bool,
     /// True if layers with a window have heads of their own.
@@ -231,6 +233,7 @@ impl GgufFacts {
         mlp_norm: "ffn_norm",
         parallel_norms: ["attn_norm", "ffn_norm"],
         names_parallel: false,
+        parallel_by_norm: false,
         always_parallel: false,
         own_heads: false,
         splits_gate_up: false,

@@ -14,6 +14,7 @@ pub(super) static STABLELM: Architecture = Architecture {
         heads_fill_hidden: true,
         tied_head: Some(false),
         names_parallel: true,
+        parallel_by_norm: true,
         rotates_partly: true,
         ..GgufFacts::usual("stablelm")
     },

@@ -90,8 +90,11 @@ impl FileOrder {
 
     /// Returns the length of the rows of source `at`, whose shape is `shape`.
     pub(super) fn row_of(&self, at: usize, shape: &[usize]) -> usize {
-        let is_other = self.row == 1 || self.transposed.get(at).is_some_and(Option::is_some);
-        if is_other { shape.last().copied().unwrap_or(1) } else { self.row }
+        match self.transposed.get(at).copied().flatten() {
+            Some(heads) => self.elements(at) / (heads * self.row).max(1),
+            None if self.row == 1 => shape.last().copied().unwrap_or(1),
+            None => self.row,
+        }
     }
 
     /// Decodes the values from `start` on, of the tensors `sources` with the bytes `stored`.

@@ -122,9 +122,16 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     Ok(settings)
 }
 
+/// The largest accepted number of blocks, as in config.json.
+const MOST_LAYERS: usize = 1 << 16;
+
 /// Returns the number of blocks, each of which has tensors.
 fn block_count(keys: &ArchKeys<'_>) -> Result<usize> {
     let layers = keys.required("block_count")?;
+    if layers > MOST_LAYERS {
+        let cause = format!("its key `{}.block_count` is {layers}; accepted: up to {MOST_LAYERS}", keys.arch);
+        return Err(keys.file.refused(cause));
+    }
     let last = format!("blk.{}.", layers.saturating_sub(1));
     if !keys.file.tensors().any(|tensor| tensor.name.starts_with(&last)) {
         let cause =
@@ -275,6 +282,8 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
     for (key, ours) in described.metadata.entries() {
         let Some(own) = key.strip_prefix(&start) else { continue };
         match keys.get(own) {
+            // llama.cpp decides by the norm, and its converter writes the key without knowing.
+            Some(_) if own == "use_parallel_residual" && config.family.gguf.parallel_by_norm => {}
             Some(theirs) if !agree(ours, single(theirs)) => {
                 return Err(keys.file.refused(format!(
                     "its key `{key}` is {}; finetune computes such a model with {ours:?}",

@@ -151,10 +151,10 @@ pub(super) fn others(
             set(key, eps.into());
         }
     }
-    if let Some(is_parallel) = keys.flag("use_parallel_residual")? {
-        set("use_parallel_residual", is_parallel.into());
-    } else if facts.names_parallel {
-        set("use_parallel_residual", (!has(file, "ffn_norm.weight")).into());
+    match keys.flag("use_parallel_residual")? {
+        Some(is_parallel) if !facts.parallel_by_norm => set("use_parallel_residual", is_parallel.into()),
+        _ if facts.names_parallel => set("use_parallel_residual", (!has(file, "ffn_norm.weight")).into()),
+        _ => {}
     }
     if facts.always_parallel {
         keys.text("tensor_data_layout")?;
@@ -164,10 +164,10 @@ pub(super) fn others(
     }
     set("use_qk_norm", has(file, "attn_q_norm.weight").into());
     set("use_qkv_bias", has(file, "attn_q.bias").into());
-    if facts.reads_logit_factor
-        && let Some(factor) = keys.float("logit_scale")?.filter(|factor| *factor != 0.0)
-    {
-        set("logit_scale", factor.into());
+    if facts.reads_logit_factor {
+        // llama.cpp takes 0 for no factor.
+        let factor = keys.float("logit_scale")?.filter(|factor| *factor != 0.0);
+        set("logit_scale", factor.unwrap_or(1.0).into());
     }
     if facts.delta.is_some() {
         json.extend(delta(keys, layers)?);
