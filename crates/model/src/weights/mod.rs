@@ -79,6 +79,8 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
 /// The output head, in every family; a tied model usually does not store it.
 pub const LM_HEAD: &str = "lm_head.weight";
+/// The key of config.json that counts instead of `tie_word_embeddings` in LFM2's files.
+pub(crate) const TIE_EMBEDDING: &str = "tie_embedding";
 /// The module of [`EMBED_TOKENS`].
 pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
 /// The module of [`LM_HEAD`].

@@ -18,6 +18,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 };
 
 pub(super) static QWEN3_MOE: Architecture = Architecture {
+    may_be_dense: true,
     gguf: GgufFacts {
         experts: Some(GgufExperts { renormalizes: true, has_width: true }),
         ..GgufFacts::usual("qwen3moe")
