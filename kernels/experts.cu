@@ -114,8 +114,10 @@ DEVICE inline void choose_scores(In<T> logits, In<float> bias, Out<uint32_t> ids
     bool is_sigmoid = (flags & SIGMOID) != 0;
     float max = is_sigmoid ? 0.0f : best_left(x).value;
     float all = is_sigmoid ? 1.0f : sum_of_left(x, max);
+    // Without bias and groups by logits, whose order scores keep: they have fewer ties.
+    bool by_logit = bias.is_null() && groups == 0;
     UNROLL for (int i = 0; i < PER_LANE; i++) {
-        if (((x.left >> i) & 1) == 0) continue;
+        if (by_logit || ((x.left >> i) & 1) == 0) continue;
         float score = is_sigmoid ? sigmoid(x.values[i]) : expf(x.values[i] - max) / all;
         x.values[i] = score + (bias.is_null() ? 0.0f : bias.load(32 * i + lane));
     }

@@ -17,7 +17,7 @@ use crate::engine::Engine;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
-use crate::model::{self, DeltaMixer, ModelConfig, RotaryTables};
+use crate::model::{self, DeltaMixer, ModelConfig, RotaryTables, TokenMixer};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::causal_conv::KERNEL_TAPS;
 use crate::ops::gated_delta::MOST_WIDE_HEAD;
@@ -151,6 +151,9 @@ impl EngineOptions {
                 delta.conv_kernel, delta.heads.key_dim, delta.heads.value_dim
             ));
         }
+        if let Some(slow) = slow_convolution(config) {
+            return Some(slow);
+        }
         let has_kernels = |dim: usize| self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim);
         let mut widths = config.attentions().map(|attention| attention.heads.head_dim);
         let dim = widths.find(|dim| !has_kernels(*dim))?;
@@ -190,6 +193,18 @@ impl EngineOptions {
             frozen: SharedFrozen::default(),
         }
     }
+}
+
+/// Returns a warning if the short convolutions of a model have no kernel.
+fn slow_convolution(config: &ModelConfig) -> Option<String> {
+    let kernel = config.blocks.iter().find_map(|block| match block.token_mixer {
+        TokenMixer::ShortConv(conv) if !KERNEL_TAPS.contains(&conv.kernel) => Some(conv.kernel),
+        _ => None,
+    })?;
+    let taps = KERNEL_TAPS.map(|taps| taps.to_string()).join(" or ");
+    Some(format!(
+        "short convolutions have kernels over {taps} tokens; over {kernel} (`conv_L_cache`) they use their slow reference form"
+    ))
 }
 
 /// Returns whether the operations of Gated DeltaNet have kernels for these sizes.
@@ -533,4 +548,25 @@ fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> 
     layers.retain(|layer| files.quantized_format(&format!("{layer}.weight")).is_none());
     layers.extend(routers);
     Ok(layers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_convolutions_without_a_kernel_are_named() -> Result<()> {
+        let slow = |kernel: usize| -> Result<Option<String>> {
+            let text = format!(
+                r#"{{"model_type": "lfm2", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "layer_types": ["conv", "full_attention"], "conv_L_cache": {kernel}}}"#
+            );
+            Ok(slow_convolution(&ModelConfig::from_json(&text, "config.json")?))
+        };
+        assert_eq!([slow(3)?, slow(4)?], [None, None]);
+        let told = slow(5)?.unwrap_or_default();
+        assert!(told.contains("over 3 or 4 tokens; over 5 (`conv_L_cache`)"), "{told}");
+        Ok(())
+    }
 }

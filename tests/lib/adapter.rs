@@ -8,7 +8,7 @@ use finetune::adapter::{
     SavedAdapter, TargetSpec, TensorKind, WEIGHTS_FILE, write,
 };
 use finetune::error::{Error, ErrorCategory, Result};
-use finetune::model::{Module, ModuleKind};
+use finetune::model::{ModelConfig, Module, ModuleKind};
 use finetune::recipe::enums::Dtype;
 use finetune::weights::{
     ClassNames, EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, StoredDtype, WriteEntry,
@@ -292,6 +292,27 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
         assert_eq!(tied, expected, "{stored:?}");
         config.ensure_weight_tying = false;
     }
+}
+
+/// LFM2's own key counts before `tie_word_embeddings`.
+#[test]
+fn an_untied_lfm2_says_so_under_its_own_key() {
+    let dir = temp();
+    let (adapter, output) = (dir.path().join("adapter"), dir.path().join("merged"));
+    let base = golden("families/models/tiny-lfm2");
+    assert_eq!(config_of(&base)["tie_embedding"].as_bool(), Some(true));
+    let q = pair("model.layers.1.self_attn.q_proj", 2, [48, 48]);
+    let head = tensor("lm_head", TensorKind::SavedWeight, &[320, 48]);
+    let tensors: Vec<AdapterTensor> = q.into_iter().chain([head]).collect();
+    put(&adapter, &lora(&["q_proj"]), &tensors, |_, _| 1.0);
+    let report = merge(&ModelFiles::open(&base).expect("opens"), &adapter, &output, Dtype::Auto);
+    assert!(report.expect("merges").untied);
+    let config = config_of(&output);
+    assert_eq!([&config["tie_embedding"], &config["tie_word_embeddings"]], [false, false]);
+    let text = fs::read_to_string(output.join("config.json")).expect("there");
+    assert!(!ModelConfig::from_json(&text, "config.json").expect("a model").tie_word_embeddings);
+    let merged = ModelFiles::open(&output).expect("opens");
+    assert!(read(&merged, LM_HEAD).iter().all(|value| *value == 1.0));
 }
 
 #[test]

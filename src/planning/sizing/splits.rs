@@ -177,7 +177,7 @@ fn context_refusal(work: &SplitWork<'_>, size: usize) -> Option<String> {
     let row = work.row as usize;
     match () {
         () if size == 1 => None,
-        () if work.config.blocks.iter().any(|block| block.token_mixer.attention().is_none()) => {
+        () if work.config.gated_deltas().next().is_some() => {
             Some("a recurrence passes its state from part to part of a row".to_owned())
         }
         () if work
@@ -392,6 +392,24 @@ mod tests {
         );
         let of = |split: &ParallelSplit| [split.tensor, split.pipeline, split.data];
         Ok(all.iter().position(|split| split.shard == 1 && of(split) == wanted).unwrap() + 1)
+    }
+
+    #[test]
+    fn parts_of_rows_are_refused_by_what_mixes_tokens() -> Result<()> {
+        for (family, mixer, wanted) in [
+            ("lfm2", "conv", "a convolution reads the last tokens"),
+            ("qwen3_5_text", "linear_attention", "a recurrence passes its state"),
+        ] {
+            let text = format!(
+                r#"{{"model_type": "{family}", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "layer_types": ["{mixer}", "full_attention"]}}"#
+            );
+            let config = ModelConfig::from_json(&text, "config.json")?;
+            let why = context_refusal(&work(&config, 1e6, 1.0, 1.0), 2).unwrap();
+            assert!(why.starts_with(wanted), "{family}: {why}");
+        }
+        Ok(())
     }
 
     /// Four hosts of eight cards, 15 GB/s among them, 1.25 GB/s between hosts. All data that leaves

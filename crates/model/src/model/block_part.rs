@@ -260,6 +260,7 @@ impl BlockPart {
 
     /// Returns the group of layers with the same input as this one; `None` unless it is a linear
     /// layer.
+    #[expect(clippy::too_many_lines, reason = "a table with a line for each part")]
     pub fn group(self) -> Option<LinearGroup> {
         match self {
             BlockPart::QProj | BlockPart::KProj | BlockPart::VProj | BlockPart::QkvProj => {

@@ -6,7 +6,7 @@
 //! longest position of the batch, padding included, for all rows (for dynamic the longest batch so
 //! far). For a batch of one row both agree.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::config_reader::{ConfigReader, refused};
 use crate::error::{Error, Result};
@@ -63,9 +63,20 @@ pub(crate) struct QueryGrowth {
     pub(crate) original: usize,
     /// The number of the first position.
     pub(crate) first: usize,
+    /// True if the factor multiplies in f32, else in the dtype of the query.
+    pub(super) multiplies_in_f32: bool,
 }
 
 impl QueryGrowth {
+    /// Returns `q: [N, H head_dim]`, or its gradient, times `factors: [N, 1]` f32, in the dtype of
+    /// `q`.
+    pub(super) fn times(self, q: &Tensor, factors: &Tensor) -> Result<Tensor> {
+        if self.multiplies_in_f32 {
+            return Ok(q.to_dtype(DType::F32)?.broadcast_mul(factors)?.to_dtype(q.dtype())?);
+        }
+        Ok(q.broadcast_mul(&factors.to_dtype(q.dtype())?)?)
+    }
+
     fn factor(self, position: usize) -> f32 {
         (1.0 + self.beta * (1.0 + ((position + self.first) / self.original) as f64).ln()) as f32
     }
@@ -173,7 +184,8 @@ impl Rope {
     /// 1 (Llama 4).
     pub(super) fn with_growth_from_one(self, beta: f64, every: usize) -> Self {
         let settings = format!("{}, queries grow by {beta:?} at each {every}", self.settings);
-        Rope { query_growth: Some(QueryGrowth { beta, original: every, first: 1 }), settings, ..self }
+        let growth = QueryGrowth { beta, original: every, first: 1, multiplies_in_f32: true };
+        Rope { query_growth: Some(growth), settings, ..self }
     }
 
     /// Returns whether it turns any columns.
@@ -190,7 +202,8 @@ impl Rope {
         }
         if beta > 0.0 {
             let original = needed(s, "original_max_position_embeddings")? as usize;
-            self.query_growth = Some(QueryGrowth { beta, original: original.max(1), first: 0 });
+            let original = original.max(1);
+            self.query_growth = Some(QueryGrowth { beta, original, first: 0, multiplies_in_f32: false });
         }
         Ok(self)
     }
@@ -372,5 +385,30 @@ fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {
             Err(Error::user(format!("`{key}` of `rope_scaling` is {value}")).because("accepted: above 0"))
         }
         None => Err(Error::user(format!("`{key}` of `rope_scaling` is missing"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growing_queries_are_rounded_once_or_with_their_factors() -> Result<()> {
+        let q: Vec<f32> = (1..=64).map(|i| i as f32 / 7.0).collect();
+        let q = Tensor::from_vec(q, (1, 64), &Device::Cpu)?.to_dtype(DType::BF16)?;
+        let factors = Tensor::new(&[[1.069_314_7f32]], &Device::Cpu)?;
+        let rounded = factors.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+        let values = |tensor: &Tensor| -> Result<Vec<f32>> {
+            Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+        };
+        let growth = |multiplies_in_f32| QueryGrowth { beta: 0.1, original: 4, first: 0, multiplies_in_f32 };
+        let product = |factors: &Tensor| -> Result<Vec<f32>> {
+            values(&q.to_dtype(DType::F32)?.broadcast_mul(factors)?.to_dtype(DType::BF16)?)
+        };
+        let [once, twice] = [product(&factors)?, product(&rounded)?];
+        assert_ne!(once, twice);
+        assert_eq!(values(&growth(true).times(&q, &factors)?)?, once);
+        assert_eq!(values(&growth(false).times(&q, &factors)?)?, twice);
+        Ok(())
     }
 }

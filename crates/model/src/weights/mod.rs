@@ -81,6 +81,8 @@ pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
 pub const LM_HEAD: &str = "lm_head.weight";
 /// The table of per-layer inputs, in every family that has one.
 pub const EMBED_PER_LAYER: &str = "model.embed_tokens_per_layer.weight";
+/// The key of config.json that counts instead of `tie_word_embeddings` in LFM2's files.
+pub(crate) const TIE_EMBEDDING: &str = "tie_embedding";
 /// The module of [`EMBED_TOKENS`].
 pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
 /// The module of [`EMBED_PER_LAYER`].

@@ -15,7 +15,9 @@ use serde_json::{Map, Value};
 
 use super::readers::QUANTIZATION_CONFIG;
 use super::text_config::text_part;
-use super::{EMBED_TOKENS, KeptTensors, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
+use super::{
+    EMBED_TOKENS, KeptTensors, LM_HEAD, StoredDtype, TIE_EMBEDDING, WriteEntry, names_in, readers, write,
+};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::tokenizer_names::{self, PROCESSOR_FILES, TOKENIZER_JSON, VOCABULARIES};
@@ -306,6 +308,9 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     }
     if let Some(tied) = changes.tie_word_embeddings {
         config.insert("tie_word_embeddings".into(), tied.into());
+        if let Some(of_family) = config.get_mut(TIE_EMBEDDING) {
+            *of_family = tied.into();
+        }
     }
     if let (Some(tokens), Some(vocab_size)) = (changes.vocab_size, config.get_mut("vocab_size")) {
         *vocab_size = tokens.into();
@@ -400,6 +405,10 @@ mod tests {
             r#"{"mtp_num_hidden_layers":0,"num_nextn_predict_layers":null}"#
         );
         let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
-        assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
+        assert_eq!(change(config, untied.clone()), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
+        assert_eq!(
+            change(r#"{"tie_embedding":true,"z":1}"#, untied),
+            r#"{"tie_embedding":false,"z":1,"tie_word_embeddings":false}"#
+        );
     }
 }

@@ -12,7 +12,7 @@ use crate::adapter::files::TABLES;
 use crate::adapter::{SavedAdapter, Target, TensorKind};
 use crate::error::Result;
 use crate::model::{Module, ModuleKind};
-use crate::weights::{EMBED_PER_LAYER, EMBED_TOKENS, LM_HEAD, ModelFiles};
+use crate::weights::{EMBED_PER_LAYER, EMBED_TOKENS, LM_HEAD, ModelFiles, TIE_EMBEDDING};
 
 /// The tie of embedding and head, and the names under which the base stores them.
 pub(super) struct Tie {
@@ -25,7 +25,8 @@ impl Tie {
     pub(super) fn new(base: &ModelFiles, config: &Map<String, Value>) -> Self {
         let (embed, head) = (base.info(EMBED_TOKENS).is_some(), base.info(LM_HEAD).is_some());
         // Families have different defaults for a missing key; a model that is not tied stores both.
-        let tied = config.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(embed != head);
+        let key = |key: &str| config.get(key).and_then(Value::as_bool);
+        let tied = key(TIE_EMBEDDING).or_else(|| key("tie_word_embeddings")).unwrap_or(embed != head);
         Self { tied: tied && !base.head_is_apart(), embed, head }
     }
 

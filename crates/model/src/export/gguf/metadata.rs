@@ -108,12 +108,11 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
         (!facts.reads_o_bias && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
-        plain()
-            .find(|mlp| match mlp.activation {
-                MlpActivation::Fixed(activation) => !facts.plain_activations.contains(&activation),
-                MlpActivation::Xielu => true,
-            })
-            .map(|mlp| format!("the activation {:?}", mlp.activation)),
+        plain().find_map(|mlp| match mlp.activation {
+            MlpActivation::Fixed(activation) => (!facts.plain_activations.contains(&activation))
+                .then(|| format!("the activation {activation:?}")),
+            MlpActivation::Xielu => Some("the activation xielu".to_owned()),
+        }),
         (!facts.reads_mlp_biases && (mlps().any(|mlp| mlp.bias) || plain().any(|mlp| mlp.bias)))
             .then(|| "biases in the MLP".to_owned()),
         (facts.needs_biases && plain().any(|mlp| !mlp.bias)).then(|| "no biases in the MLP".to_owned()),

@@ -10,9 +10,9 @@
 //! query's position (ministral3). Tokens may attend within blocks alone, which then are spans of
 //! their own (Llama 4). `gate?` is the sigmoid of further outputs of `q_proj` (Qwen3.5). `sink?` is
 //! a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be
-//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Keys and values may be
-//! those of an earlier block; `qkv` is then q alone. Backward recomputes rotated heads, normed values
-//! and gated outputs, which are elementwise.
+//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Keys and values may
+//! be those of an earlier block; `qkv` is then q alone. Backward recomputes rotated heads, normed
+//! values and gated outputs, which are elementwise.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -24,6 +24,7 @@ use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, FusedQkv, QkNormWidth, Sharing, Values};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
+use crate::model::rope::QueryGrowth;
 use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
 use crate::ops::ColumnView;
@@ -325,8 +326,8 @@ impl AttentionWeights {
         let rotated =
             rotary(normed.as_ref().unwrap_or(qkv), heads, self.head_norm(pass.config), &table.rotary)?;
         let rotated = self.norm_rotated(pass.config, rotated)?;
-        let Some(factors) = &table.query_factors else { return Ok(rotated) };
-        let q = rotated.narrow(1, 0, heads.q_width())?.broadcast_mul(&factors.to_dtype(rotated.dtype())?)?;
+        let Some((growth, factors)) = self.growth(pass) else { return Ok(rotated) };
+        let q = growth.times(&rotated.narrow(1, 0, heads.q_width())?, factors)?;
         let k = rotated.narrow(1, heads.q_width(), heads.kv_width())?;
         Ok(Tensor::cat(&[q, k], 1)?)
     }
@@ -334,9 +335,9 @@ impl AttentionWeights {
     /// Converts the gradient of the rotated q and k in `dqkv` to that of the raw projection.
     fn rotate_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
         let (config, heads, table) = (pass.config, self.mixer.projected_heads(), self.table(pass));
-        if let Some(factors) = &table.query_factors {
+        if let Some((growth, factors)) = self.growth(pass) {
             let dq = dqkv.narrow(1, 0, heads.q_width())?.into_tensor();
-            dqkv.slice_set(&dq.broadcast_mul(&factors.to_dtype(dq.dtype())?)?, 1, 0)?;
+            dqkv.slice_set(&growth.times(&dq, factors)?, 1, 0)?;
         }
         self.norm_rotated_backward(pass, qkv, dqkv)?;
         let normed = self.whole_norm(config, qkv)?;
@@ -387,6 +388,11 @@ impl AttentionWeights {
             dqkv.slice_set(&dx.reshape((qkv.dim(0)?, len))?, 1, start)?;
         }
         Ok(())
+    }
+
+    /// Returns the growth of the queries and its factors, `[N, 1]` f32, unless all are 1.
+    fn growth<'a>(&self, pass: LayerPass<'a>) -> Option<(QueryGrowth, &'a Tensor)> {
+        pass.config.ropes[self.mixer.rope].query_growth.zip(self.table(pass).query_factors.as_ref())
     }
 
     fn table<'a>(&self, pass: LayerPass<'a>) -> &'a PositionTable {

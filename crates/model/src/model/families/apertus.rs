@@ -31,9 +31,9 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let attention = AttentionMixer { qk_norm: Some(QkNormWidth::Head), ..parts::attention(keys, sizes)? };
     let mlp = PlainMlp { activation: MlpActivation::Xielu, bias: false };
     let blocks = vec![BlockConfig::pre_norm(attention, mlp); sizes.num_layers];
-    // The default of transformers 5.24, `ApertusConfig`.
+    // The default of transformers 5.24, `ApertusConfig`: a `rope_theta` beside it has no effect.
     let default = json!({
-        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0
     });
     let scaling = parts::rope_scaling(keys)?.map_or_else(|| ConfigReader::new(&default), Ok)?;

@@ -37,6 +37,8 @@ pub struct Architecture {
     pub(in crate::model) transposes_stacks: bool,
     /// True if checkpoints hold the biases of a router as one row, `[1, E]`.
     pub(in crate::model) router_bias_is_row: bool,
+    /// True if models may have no layers with experts but the keys that count them.
+    pub(super) may_be_dense: bool,
     /// The names of blocks, embedding, last norm and head in checkpoints and in transformers.
     pub class_names: &'static ClassNames,
     /// Reads the number of key-value heads, given that of heads; `None`: `num_key_value_heads`.

@@ -10,7 +10,7 @@ use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, QkNormWidth, ShortConvMixer, TokenMixer};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::rms_norm::NormKind;
-use crate::weights::ClassNames;
+use crate::weights::{ClassNames, TIE_EMBEDDING};
 
 pub(super) static LFM2: Architecture =
     Architecture { inner_width: Some(inner_width), ..architecture("lfm2", &["lfm2"], compose) };
@@ -23,7 +23,7 @@ pub(super) const fn architecture(
 ) -> Architecture {
     Architecture {
         ties_embeddings: true,
-        tie_key: Some("tie_embedding"),
+        tie_key: Some(TIE_EMBEDDING),
         num_kv_heads: Some(num_kv_heads),
         module_name,
         class_names: &ClassNames::LFM2,
@@ -62,17 +62,12 @@ pub(super) fn token_mixers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Resul
     }
     let conv = ShortConvMixer { channels: sizes.hidden_size, kernel };
     let attention = AttentionMixer { qk_norm: Some(QkNormWidth::Head), ..parts::attention(keys, sizes)? };
-    let mut convolves = vec![false; sizes.num_layers];
-    if let Some(listed) = keys.opt_list("full_attn_idxs")? {
-        convolves.fill(true);
-        for layer in listed {
-            let found = layer.as_u64().and_then(|layer| convolves.get_mut(usize::try_from(layer).ok()?));
-            let accepted = format!("numbers of layers, 0 to {}", sizes.num_layers - 1);
-            *found.ok_or_else(|| refused("full_attn_idxs", layer, &accepted))? = false;
-        }
-    }
-    let kinds = ["full_attention", "conv"];
-    let kinds = parts::layer_kinds(keys, sizes, "layer_types", kinds, |layer| usize::from(convolves[layer]))?;
+    let attends = match keys.get("layer_types") {
+        Some(_) => None,
+        None => parts::listed_layers(keys, "full_attn_idxs", sizes.num_layers)?,
+    };
+    let convolves = |layer: usize| usize::from(attends.as_ref().is_some_and(|attends| !attends[layer]));
+    let kinds = parts::layer_kinds(keys, sizes, "layer_types", ["full_attention", "conv"], convolves)?;
     Ok(kinds.into_iter().map(|kind| if kind == 0 { attention.into() } else { conv.into() }).collect())
 }
 

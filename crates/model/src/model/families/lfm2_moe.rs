@@ -9,7 +9,8 @@ use crate::model::composition::{BlockConfig, Experts};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::experts::{Router, RouterScores};
 
-pub(super) static LFM2_MOE: Architecture = lfm2::architecture("lfm2_moe", &["lfm2_moe"], compose);
+pub(super) static LFM2_MOE: Architecture =
+    Architecture { may_be_dense: true, ..lfm2::architecture("lfm2_moe", &["lfm2_moe"], compose) };
 
 /// Added to the sum of a token's sigmoids (transformers 5.24, `Lfm2MoeTopKRouter`).
 const SUM_OFFSET: f32 = 1e-6;

@@ -22,6 +22,7 @@ pub(super) static LLAMA4: Architecture = Architecture {
         down: "feed_forward.experts.down_proj",
     }),
     transposes_stacks: true,
+    may_be_dense: true,
     gguf: GgufFacts::NONE,
     ..parts::architecture("llama4", &["llama4_text"], compose)
 };
@@ -96,17 +97,11 @@ fn layers_with_positions(keys: &ConfigReader<'_>, count: usize) -> Result<Vec<bo
 /// Returns for each layer whether it has experts: those of `moe_layers`, or else each
 /// `interleave_moe_layer_step`-th.
 fn layers_with_experts(keys: &ConfigReader<'_>, count: usize) -> Result<Vec<bool>> {
-    let Some(listed) = keys.opt_list("moe_layers")? else {
-        let step = keys.opt_size("interleave_moe_layer_step", 1 << 16)?.unwrap_or(1);
-        return Ok((1..=count).map(|layer| layer.is_multiple_of(step)).collect());
-    };
-    let mut sparse = vec![false; count];
-    for layer in listed {
-        let found = layer.as_u64().and_then(|layer| sparse.get_mut(usize::try_from(layer).ok()?));
-        let accepted = format!("numbers of layers, 0 to {}", count - 1);
-        *found.ok_or_else(|| refused("moe_layers", layer, &accepted))? = true;
+    if let Some(listed) = parts::listed_layers(keys, "moe_layers", count)? {
+        return Ok(listed);
     }
-    Ok(sparse)
+    let step = keys.opt_size("interleave_moe_layer_step", 1 << 16)?.unwrap_or(1);
+    Ok((1..=count).map(|layer| layer.is_multiple_of(step)).collect())
 }
 
 /// Returns the rope of layers without positions, whose queries grow unless
@@ -184,6 +179,12 @@ mod tests {
         assert_eq!(experts(&[]), 2);
         assert_eq!(experts(&[("interleave_moe_layer_step", json!(2))]), 1);
         assert_eq!(experts(&[("moe_layers", json!([]))]), 0);
+        assert_eq!(experts(&[("moe_layers", json!([1, 2, 40]))]), 1);
+        // transformers writes this key beside all models.
+        let count = ("num_local_experts", json!(16));
+        assert_eq!(experts(&[("moe_layers", json!([])), count.clone()]), 0);
+        let step = ("interleave_moe_layer_step", json!(2));
+        assert_eq!(experts(&[("num_hidden_layers", json!(1)), step, count]), 0);
     }
 
     #[test]
@@ -202,7 +203,7 @@ mod tests {
             ("attention_chunk_size", json!(0)),
             ("floor_scale", json!(0)),
             ("attn_scale", json!(-0.1)),
-            ("moe_layers", json!([2])),
+            ("moe_layers", json!([-1])),
             ("no_rope_layers", json!([2, 1])),
             ("layer_types", json!(["sliding_attention", "full_attention"])),
             ("num_experts_per_tok", json!(17)),

@@ -161,7 +161,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     }
     let sizes = ModelSizes::read(keys, family.head_dim, family.num_kv_heads, family.has_latents)?;
     let parts = (family.compose)(keys, &sizes)?;
-    if parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none()) {
+    let is_dense = parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none());
+    if is_dense && !family.may_be_dense {
         refusals::refuse_experts(keys)?;
     }
     let config = ModelConfig {
@@ -327,7 +328,7 @@ mod tests {
             ("hunyuan_v1_dense", "use_cla", json!(true)),
             ("lfm2", "conv_bias", json!(true)),
             ("lfm2", "conv_L_cache", json!(1)),
-            ("lfm2", "full_attn_idxs", json!([2])),
+            ("lfm2", "full_attn_idxs", json!(["1"])),
             ("lfm2", "layer_types", json!(["mamba", "conv"])),
             ("lfm2", "block_ffn_dim_multiplier", json!(0.0)),
             ("lfm2", "norm_eps", json!(-1.0)),
@@ -343,6 +344,47 @@ mod tests {
             let is_named = refused.causes().iter().any(|cause| cause.contains(&format!("`{key}`")));
             assert!(is_named, "{family} {key} {value}: {refused:?}");
         }
+    }
+
+    /// Numbers of layers beyond the last one count as little as in transformers.
+    #[test]
+    fn lists_of_layers_and_models_without_their_experts_are_those_of_transformers() {
+        let attentions = |changes: &[(&str, Value)]| {
+            let config = config(&[&[("model_type", json!("lfm2"))], changes].concat()).expect("a model");
+            config.blocks.iter().map(|b| b.token_mixer.attention().is_some()).collect::<Vec<_>>()
+        };
+        assert_eq!(attentions(&[("full_attn_idxs", json!([1, 2, 5]))]), [false, true]);
+        let kinds = ("layer_types", json!(["full_attention", "conv"]));
+        assert_eq!(attentions(&[("full_attn_idxs", json!(["none"])), kinds.clone()]), [true, false]);
+        let experts = |changes: &[(&str, Value)]| config(changes).expect("a model").experts().count();
+        let qwen = [("num_experts", json!(8)), ("num_experts_per_tok", json!(2))];
+        for family in ["qwen3_moe", "qwen2_moe"] {
+            let sparse = |dense: Value| {
+                let widths = ["moe_intermediate_size", "shared_expert_intermediate_size"];
+                let widths = widths.map(|key| (key, json!(8)));
+                let keys = [("model_type", json!(family)), ("mlp_only_layers", dense)];
+                experts(&[&keys[..], &widths, &qwen].concat())
+            };
+            assert_eq!([json!([]), json!([1, 7]), json!([0, 1])].map(sparse), [2, 1, 0], "{family}");
+        }
+        let lfm2 = [("model_type", json!("lfm2_moe")), ("num_experts", json!(8)), kinds];
+        assert_eq!(experts(&lfm2), 0);
+        assert_eq!(experts(&[&lfm2[..], &[("num_dense_layers", json!(1))]].concat()), 1);
+    }
+
+    /// The default rope of transformers 5.24 has a theta, which `rope_theta` beside it leaves.
+    #[test]
+    fn the_theta_of_apertus_is_that_of_its_scaling() {
+        let theta = |changes: &[(&str, Value)]| {
+            let config = config(&[&[("model_type", json!("apertus"))], changes].concat()).expect("a model");
+            config.ropes[0].theta
+        };
+        let own = ("rope_theta", json!(5e5));
+        let scaling = ("rope_scaling", json!({"rope_type": "linear", "factor": 2.0}));
+        assert_eq!(theta(&[]), 1.2e7);
+        assert_eq!(theta(std::slice::from_ref(&own)), 1.2e7);
+        assert_eq!(theta(std::slice::from_ref(&scaling)), 1.2e7);
+        assert_eq!(theta(&[own, scaling]), 5e5);
     }
 
     /// Keys of some families only, and values that only together are invalid.

@@ -38,6 +38,7 @@ pub(super) const fn architecture(
         stacked_experts: None,
         transposes_stacks: false,
         router_bias_is_row: false,
+        may_be_dense: false,
         class_names: &ClassNames::USUAL,
         num_kv_heads: None,
         default_inner_width: None,
@@ -222,14 +223,24 @@ pub(super) fn refuse_other_heads(keys: &ConfigReader<'_>, sizes: &ModelSizes) ->
 pub(super) fn sparse_layers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<bool>> {
     let step = keys.opt_size("decoder_sparse_step", 1 << 16)?.unwrap_or(1);
     let mut sparse: Vec<bool> = (1..=sizes.num_layers).map(|layer| layer.is_multiple_of(step)).collect();
-    for layer in keys.opt_list("mlp_only_layers")?.into_iter().flatten() {
-        let found = layer.as_u64().and_then(|layer| sparse.get_mut(usize::try_from(layer).ok()?));
-        let most = sizes.num_layers - 1;
-        *found
-            .ok_or_else(|| refused("mlp_only_layers", layer, &format!("numbers of layers, 0 to {most}")))? =
-            false;
+    if let Some(dense) = listed_layers(keys, "mlp_only_layers", sizes.num_layers)? {
+        sparse.iter_mut().zip(dense).for_each(|(sparse, dense)| *sparse &= !dense);
     }
     Ok(sparse)
+}
+
+/// Returns for each of `count` layers whether the list `key` has its number, if there is a list.
+/// Numbers of further layers count as little as in transformers.
+pub(super) fn listed_layers(keys: &ConfigReader<'_>, key: &str, count: usize) -> Result<Option<Vec<bool>>> {
+    let Some(numbers) = keys.opt_list(key)? else { return Ok(None) };
+    let mut listed = vec![false; count];
+    for number in numbers {
+        let layer = number.as_u64().ok_or_else(|| refused(key, number, "numbers of layers, from 0 on"))?;
+        if let Some(listed) = usize::try_from(layer).ok().and_then(|layer| listed.get_mut(layer)) {
+            *listed = true;
+        }
+    }
+    Ok(Some(listed))
 }
 
 /// Reads the RMS norm whose gain is the stored weight.
@@ -380,6 +391,7 @@ pub(super) fn ropes_by_layer_type(
 }
 
 /// Returns the name of a module in Llama's checkpoints, which most families share.
+#[expect(clippy::too_many_lines, reason = "a table with a line for each part")]
 pub(super) fn llama_name(part: BlockPart) -> &'static str {
     use BlockPart as P;
     match part {

@@ -18,6 +18,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 };
 
 pub(super) static QWEN2_MOE: Architecture = Architecture {
+    may_be_dense: true,
     gguf: GgufFacts {
         heads_fill_hidden: true,
         tied_head: Some(false),

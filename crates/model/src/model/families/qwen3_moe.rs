@@ -18,6 +18,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 };
 
 pub(super) static QWEN3_MOE: Architecture = Architecture {
+    may_be_dense: true,
     gguf: GgufFacts { experts: Some(GgufExperts::USUAL), ..GgufFacts::usual("qwen3moe") },
     ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose)
 };

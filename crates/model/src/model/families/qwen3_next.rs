@@ -19,6 +19,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 };
 
 pub(super) static QWEN3_NEXT: Architecture = Architecture {
+    may_be_dense: true,
     head_dim: Some(256),
     gguf: GgufFacts {
         architecture: "qwen3next",

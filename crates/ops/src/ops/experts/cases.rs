@@ -34,9 +34,25 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             let what = format!("{chosen} of {experts} in groups, weights {weights}");
             cases.extend(router_cases(&what, sizes, router(sizes, renormalize, false, 4), true));
         }
+        cases.push(saturated_case(&format!("{chosen} of {experts}"), sizes));
         cases.extend(row_cases(&format!("{chosen} of {experts}"), sizes));
     }
     cases
+}
+
+/// Returns the choice of sigmoids without a bias, of which many are 1 in f32.
+pub(in crate::ops) fn saturated_case(what: &str, sizes: ExpertSizes) -> OpCase {
+    let router = Router { scores: RouterScores::Sigmoid, ..Router::softmax(sizes.chosen, false) };
+    let what = format!("{what}, saturated sigmoids");
+    OpCase::new("choose_experts", &what, Tolerance::FORWARD, move |runner| {
+        let logits = runner.normal("logits", (sizes.tokens, sizes.experts))?.scaled(40.0)?;
+        let got = choose_experts(&logits.here, None, router)?;
+        let want = choice_reference(&logits.plain, None, router)?;
+        Ok(vec![
+            TensorPair::new(got.ids.to_dtype(DType::F64)?, want.ids.to_dtype(DType::F64)?),
+            TensorPair::new(got.weights, want.weights),
+        ])
+    })
 }
 
 /// Returns a router over `groups` groups, of which the mean of the fewest possible and all are

@@ -91,7 +91,8 @@ fn choose_of_row(
     // A NaN anywhere makes NaNs of the weights, so that the loss shows it.
     let has_nan = logits.iter().any(|x| x.is_nan());
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if bias.is_none() && router.groups.is_none() && router.scores == RouterScores::Softmax {
+    let by_logit = bias.is_none() && router.groups.is_none();
+    if by_logit && router.scores == RouterScores::Softmax {
         take_best(logits, ids, weights);
         weights.iter_mut().for_each(|weight| *weight = (*weight - largest).exp());
         let of_others = logits.iter().filter(|x| !x.is_nan()).map(|x| (x - largest).exp());
@@ -100,6 +101,7 @@ fn choose_of_row(
         weights.iter_mut().for_each(|weight| *weight = *weight / sum * router.factor);
         return;
     }
+    let mut keys = logits.to_vec();
     match router.scores {
         RouterScores::Sigmoid => logits.iter_mut().for_each(|x| *x = sigmoid(*x)),
         RouterScores::Softmax => {
@@ -109,7 +111,9 @@ fn choose_of_row(
         }
     }
     let scores = &*logits;
-    let mut keys = scores.to_vec();
+    if !by_logit {
+        keys.copy_from_slice(scores);
+    }
     for (key, bias) in keys.iter_mut().zip(bias.into_iter().flatten()) {
         *key += bias;
     }
@@ -203,11 +207,11 @@ pub(crate) fn reference(logits: &Tensor, bias: Option<&Tensor>, router: Router) 
         RouterScores::Softmax => softmax(&logits)?,
         RouterScores::Sigmoid => logits.neg()?.exp()?.affine(1.0, 1.0)?.recip()?,
     };
-    let keys = match (bias, router.scores) {
-        (Some(bias), _) => scores.broadcast_add(bias)?,
-        // A softmax keeps the order of its logits, and they have fewer ties.
-        (None, RouterScores::Softmax) if router.groups.is_none() => logits,
-        (None, _) => scores.clone(),
+    let keys = match bias {
+        Some(bias) => scores.broadcast_add(bias)?,
+        // Scores keep the order of their logits, which have fewer ties: sigmoids become 1.
+        None if router.groups.is_none() => logits,
+        None => scores.clone(),
     };
     let keys = match router.groups {
         None => keys,
@@ -261,4 +265,27 @@ pub(crate) fn reference_backward(
 pub(super) fn softmax(logits: &Tensor) -> Result<Tensor> {
     let exp = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?.exp()?;
     Ok(exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    /// Both sigmoids are 1 in f32; only a bias makes the first of them the better one.
+    #[test]
+    fn saturated_sigmoids_are_chosen_by_their_logits() -> Result<()> {
+        let logits = Tensor::new(&[[18f32, 20.0], [20.0, 18.0]], &Device::Cpu)?;
+        let zeros = Tensor::new(&[0f32, 0.0], &Device::Cpu)?;
+        let router = Router { scores: RouterScores::Sigmoid, ..Router::softmax(1, false) };
+        let ids = |choice: ExpertChoice| -> Result<Vec<u32>> { Ok(choice.ids.flatten_all()?.to_vec1()?) };
+        for (bias, wanted) in [(None, [1, 0]), (Some(&zeros), [0, 0])] {
+            let choice = choose_experts(&logits, bias, router)?;
+            assert_eq!(choice.weights.flatten_all()?.to_vec1::<f32>()?, [1.0, 1.0]);
+            assert_eq!(ids(choice)?, wanted);
+            assert_eq!(ids(reference(&logits, bias, router)?)?, wanted);
+        }
+        Ok(())
+    }
 }

@@ -238,7 +238,8 @@ proptest! {
         let sizes = ExpertSizes { tokens, experts, chosen: chosen.min(experts), width };
         let router = experts::cases::router(sizes, renormalize, is_sigmoid, groups);
         let [chosen, chosen_backward, balanced] = experts::cases::router_cases("", sizes, router, has_bias);
-        check([chosen, chosen_backward], run, "choose_experts")?;
+        let saturated = experts::cases::saturated_case("", sizes);
+        check([chosen, chosen_backward, saturated], run, "choose_experts")?;
         check([balanced], run, "balance_experts")?;
         let [scaled, scaled_backward, combined] = experts::cases::row_cases("", sizes);
         check([scaled, scaled_backward], run, "scale_rows")?;

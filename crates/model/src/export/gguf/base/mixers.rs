@@ -151,10 +151,10 @@ pub(super) fn others(
             set(key, eps.into());
         }
     }
-    match keys.flag("use_parallel_residual")? {
-        Some(is_parallel) if !facts.parallel_by_norm => set("use_parallel_residual", is_parallel.into()),
-        _ if facts.names_parallel => set("use_parallel_residual", (!has(file, "ffn_norm.weight")).into()),
-        _ => {}
+    let is_parallel = keys.flag("use_parallel_residual")?.filter(|_| !facts.parallel_by_norm);
+    if is_parallel.is_some() || facts.names_parallel {
+        let is_parallel = is_parallel.unwrap_or_else(|| !has(file, "ffn_norm.weight"));
+        set("use_parallel_residual", is_parallel.into());
     }
     if facts.always_parallel {
         keys.text("tensor_data_layout")?;
