@@ -3,10 +3,11 @@
 
 use candle_core::DType;
 
+use super::carried::carried_parts;
 use super::memory::{MemoryOptions, by_block, kept_gradients, weight_bytes};
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockSaved, Carried, ModelConfig};
+use crate::model::{BlockSaved, ModelConfig};
 use crate::parallel::{ParamDesc, ParamKind, Placements, trains_rows};
 
 /// The name of the group of f32 masters, without the suffix for their location.
@@ -34,6 +35,8 @@ pub(crate) struct MemoryParts {
     /// Bytes that all blocks keep without recomputing, by tensor; the inputs of the blocks come
     /// first.
     pub(crate) saved: Vec<(&'static str, u64)>,
+    /// Bytes of the state beside the hidden states, by tensor, and of its gradients.
+    pub(crate) carried: Vec<(&'static str, u64)>,
 }
 
 impl MemoryParts {
@@ -84,8 +87,8 @@ impl MemoryParts {
         let blocks = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::parts(config, layer, tokens, options.dtype, adapter)
         });
-        let carried = Carried::parts(config, tokens, options.dtype);
-        for (what, bytes) in blocks.into_iter().flatten().chain(carried) {
+        parts.carried = carried_parts(config, descs, tokens, options.dtype);
+        for (what, bytes) in blocks.into_iter().flatten() {
             match parts.saved.iter_mut().find(|(known, _)| *known == what) {
                 Some((_, sum)) => *sum += bytes as u64,
                 None => parts.saved.push((what, bytes as u64)),
