@@ -157,9 +157,10 @@ impl MemoryPlan {
             let share = |placements: Placements| placements.parts(0, options.mesh) as u64;
             let (value, master) = weight_bytes(desc, options)?;
             let away = options.offload.has_values(desc.kind.role());
-            let of_segment = match desc.is_of_per_layer_table() {
-                true => &mut table,
-                false => moment.entry(desc.segment).or_default(),
+            let of_segment = if desc.is_of_per_layer_table() {
+                &mut table
+            } else {
+                moment.entry(desc.segment).or_default()
             };
             if spec.values.is_sharded() || away {
                 of_segment.gathered += value;

@@ -188,9 +188,10 @@ impl GradBuffers {
         if let Some(memory) = outer.get(&index) {
             return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
-        let memory = match bucket.per_layer {
-            true => TensorMut::zeros(bucket.len, DType::F32, &self.device)?,
-            false => self.pool.take(bucket.len, DType::F32, &self.device)?,
+        let memory = if bucket.per_layer {
+            TensorMut::zeros(bucket.len, DType::F32, &self.device)?
+        } else {
+            self.pool.take(bucket.len, DType::F32, &self.device)?
         };
         let grad_buffers = memory.narrow(0, 0, bucket.len)?;
         zero(&grad_buffers)?;
