@@ -180,7 +180,8 @@ impl MemoryPlan {
                 let state = options.optimizer_state.bytes(elements) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
                 let is_part = spec.gradients.is_sharded() || away;
-                of_segment.add_gradients(4 * n, is_part || rounds_from_f32(kept, options), options);
+                let elsewhere = is_part || rounds_from_f32(kept, options);
+                of_segment.add_gradients(4 * n, elsewhere, options.accumulates, options.over_nccl);
                 longest = longest.max(n / share(spec.update));
             }
         }

@@ -1,9 +1,8 @@
-//! Bytes that a step holds for a moment: values gathered or copied for one use, and gradients before
-//! they are accumulated.
+//! Bytes that a step holds for a moment: values gathered or copied for one use, and gradients
+//! before they are accumulated.
 
 use std::collections::BTreeMap;
 
-use super::memory::MemoryOptions;
 use crate::model::Segment;
 
 /// Transient bytes of a segment.
@@ -25,11 +24,11 @@ impl MomentBytes {
 
     /// Counts gradients of `bytes` bytes. `elsewhere` is true if the device keeps only a shard of
     /// them, or none.
-    pub(super) fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
-        if elsewhere || options.accumulates {
+    pub(super) fn add_gradients(&mut self, bytes: u64, elsewhere: bool, accumulates: bool, over_nccl: bool) {
+        if elsewhere || accumulates {
             self.fresh += bytes;
         }
-        if elsewhere && options.over_nccl {
+        if elsewhere && over_nccl {
             self.reduced += bytes;
         }
     }

@@ -295,8 +295,8 @@ impl<'a> SplitShare<'a> {
         (around - self.own_tokens * self.work.attention_secs).max(0.0)
     }
 
-    /// Returns the seconds to send the hidden states of each micro-batch, and the state beside them,
-    /// to the next stage, and their gradients back.
+    /// Returns the seconds to send the hidden states of each micro-batch, and the state beside
+    /// them, to the next stage, and their gradients back.
     fn pipeline_secs(&self) -> f64 {
         let ParallelSplit { data, shard, tensor, pipeline, context, .. } = self.split;
         let both = 2.0 * self.hidden() + self.micro_tokens * self.work.carried_bytes;

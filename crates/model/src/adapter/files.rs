@@ -259,8 +259,8 @@ impl SavedAdapter {
         self.files.bytes(&self.name(module, kind))
     }
 
-    /// Leaves out the tensors of modules that the model does not use, `unread`: other trainers adapt
-    /// keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter without
+    /// Leaves out the tensors of modules that the model does not use, `unread`: other trainers
+    /// adapt keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter without
     /// other tensors stays as it is, so that [`SavedAdapter::fitted`] refuses it.
     #[must_use]
     pub fn without(mut self, unread: &BTreeSet<String>) -> Self {
