@@ -260,8 +260,8 @@ impl SavedAdapter {
     }
 
     /// Leaves out the tensors of modules that the model does not use, `unread`: other trainers
-    /// adapt keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter without
-    /// other tensors stays as it is, so that [`SavedAdapter::fitted`] refuses it.
+    /// adapt keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter
+    /// without other tensors stays as it is, so that [`SavedAdapter::fitted`] refuses it.
     #[must_use]
     pub fn without(mut self, unread: &BTreeSet<String>) -> Self {
         let count = self.names.keys().filter(|module| unread.contains(*module)).count();

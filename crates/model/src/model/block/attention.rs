@@ -10,9 +10,9 @@
 //! query's position (ministral3). Tokens may attend within blocks alone, which then are spans of
 //! their own (Llama 4). `gate?` is the sigmoid of further outputs of `q_proj` (Qwen3.5). `sink?` is
 //! a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be
-//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Keys and values may be
-//! those of an earlier block; `qkv` is then q alone. Backward recomputes rotated heads, normed values
-//! and gated outputs, which are elementwise.
+//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Keys and values may
+//! be those of an earlier block; `qkv` is then q alone. Backward recomputes rotated heads, normed
+//! values and gated outputs, which are elementwise.
 
 use std::borrow::Cow;
 use std::ops::Range;
