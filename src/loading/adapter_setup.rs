@@ -113,7 +113,7 @@ impl AdapterSetup {
     /// It cannot be read, or belongs to another model.
     pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
         let modules = model::modules(model);
-        let adapter = SavedAdapter::read(folder)?.fitted(&modules)?;
+        let adapter = SavedAdapter::read(folder)?.without(&model::unread_modules(model)).fitted(&modules)?;
         refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
         let mut rows = adapter.rows().clone();
         // PEFT saves the embedding's rows under the name of a head that is tied to it too.
@@ -129,6 +129,14 @@ impl AdapterSetup {
             config: adapter.config().clone(),
             start: AdapterStart::Saved(adapter),
         })
+    }
+
+    /// Returns the warning about tensors of the saved adapter that the model does not use.
+    pub fn note(&self) -> Option<&str> {
+        match &self.start {
+            AdapterStart::Saved(adapter) => adapter.note(),
+            _ => None,
+        }
     }
 
     /// True if the module trains whole.

@@ -383,7 +383,9 @@ impl BaseModel {
         terminal: &Terminal,
     ) -> Result<BaseComparison> {
         let model = self.identity(seed)?;
-        let trained_on = SavedAdapter::read(folder)?.base_model()?;
+        let adapter = SavedAdapter::read(folder)?.without(&model::unread_modules(&self.config));
+        adapter.note().into_iter().for_each(|note| terminal.warn(note));
+        let trained_on = adapter.base_model()?;
         let what = format!("adapter {}", folder.display());
         let first = BaseCheck::new(&what, trained_on.as_ref(), &model, force_base)?;
         first.say(terminal);

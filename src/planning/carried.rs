@@ -6,12 +6,25 @@ use candle_core::DType;
 use crate::model::{Carried, CarriedGradients, ModelConfig};
 use crate::parallel::{ParamDesc, per_layer_inputs_train};
 
-/// Returns the bytes of the state of `tokens` tokens and of its gradients, for activations in
-/// `dtype`.
+/// Returns the bytes of the state of `tokens` tokens, by tensor, and of its gradients, for
+/// activations in `dtype`. Models without such a state have none.
+pub(super) fn carried_parts(
+    config: &ModelConfig,
+    descs: &[ParamDesc],
+    tokens: usize,
+    dtype: DType,
+) -> Vec<(&'static str, u64)> {
+    let mut parts = Carried::parts(config, tokens, dtype);
+    if !parts.is_empty() {
+        let is_behind = per_layer_inputs_train(config, descs);
+        parts.push(("their gradients", CarriedGradients::bytes(config, tokens, dtype, is_behind)));
+    }
+    parts.into_iter().map(|(what, bytes)| (what, bytes as u64)).collect()
+}
+
+/// Returns the sum of [`carried_parts`].
 pub(super) fn carried_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: DType) -> u64 {
-    let state: usize = Carried::parts(config, tokens, dtype).iter().map(|(_, bytes)| bytes).sum();
-    let is_behind = per_layer_inputs_train(config, descs);
-    (state + CarriedGradients::bytes(config, tokens, dtype, is_behind)) as u64
+    carried_parts(config, descs, tokens, dtype).iter().map(|(_, bytes)| bytes).sum()
 }
 
 #[cfg(test)]
@@ -24,7 +37,7 @@ mod tests {
     /// Four blocks of 16 columns each; keys and values of two kinds, with heads of 32 and of 16
     /// columns, two of them.
     #[test]
-    fn the_state_is_that_of_its_tensors() -> Result<()> {
+    fn what_trains_behind_the_inputs_decides_their_gradients() -> Result<()> {
         let text = r#"{"model_type": "gemma4_text", "vocab_size": 8, "vocab_size_per_layer_input": 8,
             "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 2,
@@ -36,7 +49,8 @@ mod tests {
             ParamDesc::new(name.into(), vec![2, 2], Placements::REPLICATED, segment, kind)
         };
         let (inputs, shared) = (4 * 16, 2 * 2 * (32 + 16));
-        let bytes = |desc: &ParamDesc| carried_bytes(&config, std::slice::from_ref(desc), 7, DType::BF16);
+        let bytes =
+            |desc: &ParamDesc| carried_bytes(&config, std::slice::from_ref(desc), 7, DType::BF16) as usize;
         let state = 7 * 2 * (inputs + shared) + 7 * 4 * shared;
         let of_block = trained("model.layers.0.mlp.up_proj.weight", Segment::Block(0));
         assert_eq!(bytes(&of_block), state);

@@ -7,6 +7,7 @@ use candle_core::{DType, Device};
 use super::carried::carried_bytes;
 use super::gpu_memory::{Fp8Weights, GpuStep, nccl_bytes};
 use super::loss_path::LossPath;
+use super::moment::{MomentBytes, for_a_moment};
 use crate::collective::Phase;
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
@@ -145,6 +146,8 @@ impl MemoryPlan {
         let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
         // Gathered values, and gradients before accumulation, by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
+        // The table of per-layer inputs, whose values and gradients never lie beside the logits.
+        let mut table = MomentBytes::default();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
         let trains_rows = trains_rows(descs);
         for desc in descs {
@@ -154,7 +157,11 @@ impl MemoryPlan {
             let share = |placements: Placements| placements.parts(0, options.mesh) as u64;
             let (value, master) = weight_bytes(desc, options)?;
             let away = options.offload.has_values(desc.kind.role());
-            let of_segment = moment.entry(desc.segment).or_default();
+            let of_segment = if desc.is_of_per_layer_table() {
+                &mut table
+            } else {
+                moment.entry(desc.segment).or_default()
+            };
             if spec.values.is_sharded() || away {
                 of_segment.gathered += value;
             }
@@ -173,7 +180,8 @@ impl MemoryPlan {
                 let state = options.optimizer_state.bytes(elements) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
                 let is_part = spec.gradients.is_sharded() || away;
-                of_segment.add_gradients(4 * n, is_part || rounds_from_f32(kept, options), options);
+                let elsewhere = is_part || rounds_from_f32(kept, options);
+                of_segment.add_gradients(4 * n, elsewhere, options.accumulates, options.over_nccl);
                 longest = longest.max(n / share(spec.update));
             }
         }
@@ -182,8 +190,8 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        memory.activations =
-            kept_bytes(saved, recompute) as u64 + carried_bytes(config, descs, *tokens, options.dtype);
+        let kept = kept_bytes(saved, recompute) as u64;
+        memory.activations = kept + carried_bytes(config, descs, *tokens, options.dtype);
         // The gradients of a block's widest tensors, which backward holds beside the recomputed
         // ones.
         let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
@@ -195,9 +203,11 @@ impl MemoryPlan {
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
         memory.logits = (of_head + of_objective) as u64;
         memory.workspace = memory.in_flight;
+        // Blocks keep nothing while it is whole.
+        let table = table.most().saturating_sub(kept);
         memory.workspace += match on_gpu {
-            None => temporaries + memory.logits,
-            Some(step) => step.workspace(recompute, saved),
+            None => temporaries.max(table) + memory.logits,
+            Some(step) => step.workspace(recompute, saved).max(table),
         };
         if options.over_nccl {
             memory.nccl = nccl_bytes(options.kind, options.mesh, descs);
@@ -363,42 +373,6 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
 fn dequantized<'a>(descs: &'a [ParamDesc], options: &MemoryOptions<'_>) -> HashSet<&'a str> {
     let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
     quantized.filter(|_| !options.bf16_copy).map(|desc| desc.name.as_str()).collect()
-}
-
-/// Transient bytes of a segment.
-#[derive(Debug, Clone, Copy, Default)]
-struct MomentBytes {
-    /// Values gathered or copied for one use.
-    gathered: u64,
-    /// Gradients before accumulation.
-    fresh: u64,
-    /// Gradients in reduction while those of the next block are computed.
-    reduced: u64,
-}
-
-impl MomentBytes {
-    /// Counts gradients of `bytes` bytes. `elsewhere` is true if the device keeps only a shard of
-    /// them, or none.
-    fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
-        if elsewhere || options.accumulates {
-            self.fresh += bytes;
-        }
-        if elsewhere && options.over_nccl {
-            self.reduced += bytes;
-        }
-    }
-}
-
-/// Sums the transient bytes: two blocks, or an end and a block, are gathered at once. One segment
-/// has fresh gradients, and one block has gradients in reduction.
-fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
-    let largest = |bytes: fn(&MomentBytes) -> u64, ends: bool| {
-        let of_kind = segments.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_)) != ends);
-        of_kind.map(|(_, of_segment)| bytes(of_segment)).max().unwrap_or(0)
-    };
-    let gathered = 2 * largest(|bytes| bytes.gathered, false) + largest(|bytes| bytes.gathered, true);
-    let fresh = largest(|bytes| bytes.fresh, false) + largest(|bytes| bytes.fresh, true);
-    gathered + fresh + largest(|bytes| bytes.reduced, false)
 }
 
 /// Returns the bytes of a parameter's local value, including its bf16 copy, and of its f32 master.

@@ -3,10 +3,11 @@
 
 use candle_core::DType;
 
+use super::carried::carried_parts;
 use super::memory::{MemoryOptions, by_block, kept_gradients, weight_bytes};
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockSaved, Carried, ModelConfig};
+use crate::model::{BlockSaved, ModelConfig};
 use crate::parallel::{ParamDesc, ParamKind, Placements, trains_rows};
 
 /// The name of the group of f32 masters, without the suffix for their location.
@@ -34,6 +35,8 @@ pub(crate) struct MemoryParts {
     /// Bytes that all blocks keep without recomputing, by tensor; the inputs of the blocks come
     /// first.
     pub(crate) saved: Vec<(&'static str, u64)>,
+    /// Bytes of the state beside the hidden states, by tensor, and of its gradients.
+    pub(crate) carried: Vec<(&'static str, u64)>,
 }
 
 impl MemoryParts {
@@ -84,8 +87,8 @@ impl MemoryParts {
         let blocks = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::parts(config, layer, tokens, options.dtype, adapter)
         });
-        let carried = Carried::parts(config, tokens, options.dtype);
-        for (what, bytes) in blocks.into_iter().flatten().chain(carried) {
+        parts.carried = carried_parts(config, descs, tokens, options.dtype);
+        for (what, bytes) in blocks.into_iter().flatten() {
             match parts.saved.iter_mut().find(|(known, _)| *known == what) {
                 Some((_, sum)) => *sum += bytes as u64,
                 None => parts.saved.push((what, bytes as u64)),
@@ -133,7 +136,34 @@ mod tests {
     use crate::optim::StateLayout;
     use crate::parallel::{LrGroup, MeshAxis, MeshShape, OffloadTarget, ShardingStrategy, UpdateRule};
     use crate::planning::Saving;
-    use crate::recipe::{MasterWeights, StateDtype};
+    use crate::planning::memory::MemoryPlan;
+    use crate::recipe::{MasterWeights, Recompute, StateDtype};
+
+    /// FSDP in f32, without an optimizer's state.
+    fn options<'a>(
+        mesh: MeshShape,
+        fp8: &'a BTreeSet<String>,
+        offload: &'a OffloadTarget,
+    ) -> MemoryOptions<'a> {
+        MemoryOptions {
+            dtype: DType::F32,
+            optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
+            kind: ShardingStrategy::Fsdp,
+            mesh,
+            saving: Saving::Outputs,
+            accumulates: false,
+            master: MasterWeights::F32,
+            kept_gradients: DType::F32,
+            over_nccl: false,
+            offload,
+            on_host: true,
+            bf16_copy: false,
+            fp8: fp8,
+            scales_rows: true,
+            frozen_ranks: 1,
+            objective: ObjectiveCost::default(),
+        }
+    }
 
     /// No strategy has a tensor axis yet: the counts follow from the placement alone.
     #[test]
@@ -145,24 +175,9 @@ mod tests {
             let kind = ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base });
             let split = Placements::REPLICATED.shard(MeshAxis::Tensor, 0);
             let desc = ParamDesc::new("up".into(), vec![rows, 10], split, Segment::Block(0), kind);
-            let options = MemoryOptions {
-                dtype: DType::F32,
-                optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
-                kind: ShardingStrategy::Fsdp,
-                mesh: MeshShape::ONE.with(MeshAxis::Shard, 3).with(MeshAxis::Tensor, ranks),
-                saving: Saving::Outputs,
-                accumulates: false,
-                master: MasterWeights::F32,
-                kept_gradients: DType::F32,
-                over_nccl: false,
-                offload: &OffloadTarget::default(),
-                on_host: true,
-                bf16_copy: false,
-                fp8: &BTreeSet::new(),
-                scales_rows: true,
-                frozen_ranks: 1,
-                objective: ObjectiveCost::default(),
-            };
+            let mesh = MeshShape::ONE.with(MeshAxis::Shard, 3).with(MeshAxis::Tensor, ranks);
+            let (none, nowhere) = (BTreeSet::new(), OffloadTarget::default());
+            let options = options(mesh, &none, &nowhere);
             MemoryParts::new(&config, &[desc], None, 7, &options)
         };
         for (ranks, elements) in [(1, 80), (2, 40), (4, 20)] {
@@ -174,6 +189,30 @@ mod tests {
         }
         let error = parts(7, 2).expect_err("7 rows for 2 ranks");
         assert_eq!(error.what(), "cannot split `up` over 2 ranks");
+        Ok(())
+    }
+
+    /// The state beside the hidden states and its gradients are parts of the activations, and no
+    /// part of what a block keeps.
+    #[test]
+    fn the_parts_of_activations_add_up() -> Result<()> {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/models");
+        let read = |model: &str| std::fs::read_to_string(folder.join(model).join("config.json"));
+        for (model, carried) in [("tiny-gemma4-e2b", 3), ("tiny-gemma4", 0)] {
+            let text = read(model).expect("a config.json");
+            let config = ModelConfig::from_json(&text, "config.json")?;
+            let (none, nowhere) = (BTreeSet::new(), OffloadTarget::default());
+            let options = options(MeshShape::ONE, &none, &nowhere);
+            let kind = ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base });
+            let name = "model.embed_tokens.weight".into();
+            let desc = ParamDesc::new(name, vec![8, 10], Placements::REPLICATED, Segment::Embed, kind);
+            let parts = MemoryParts::new(&config, std::slice::from_ref(&desc), None, 7, &options)?;
+            let bytes = |parts: &[(&str, u64)]| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+            assert_eq!(parts.carried.len(), carried, "{model}");
+            let descs = std::slice::from_ref(&desc);
+            let plan = MemoryPlan::of_step(&config, descs, None, 7, Recompute::None, &options)?;
+            assert_eq!(bytes(&parts.saved) + bytes(&parts.carried), plan.activations, "{model}");
+        }
         Ok(())
     }
 }

@@ -30,6 +30,7 @@ mod memory_check;
 mod memory_parts;
 mod method;
 mod micro_batch;
+mod moment;
 mod parallel;
 mod resolve;
 pub(crate) mod router_aux_loss;

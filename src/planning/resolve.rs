@@ -116,6 +116,7 @@ impl Plan {
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
+        adapter_setup.as_ref().and_then(AdapterSetup::note).into_iter().for_each(|note| resolver.warn(note));
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
         let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, resolver)?;

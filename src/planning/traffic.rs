@@ -15,8 +15,8 @@ use crate::recipe::Recipe;
 /// The ranks that split a parameter do not divide it.
 pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Recipe) -> Result<SentBytes> {
     let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
-    // The trained parameters of a segment form one bucket.
-    let mut trained: BTreeMap<(Segment, usize), TrainedRun> = BTreeMap::new();
+    // The trained parameters of a segment form one bucket, but for the table of per-layer inputs.
+    let mut trained: BTreeMap<(Segment, bool, usize), TrainedRun> = BTreeMap::new();
     for desc in descs {
         let spec = options.kind.sharding_spec(desc.kind.role());
         let (value, _) = weight_bytes(desc, options)?;
@@ -26,7 +26,7 @@ pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Re
         if desc.kind.trains() {
             let elements = desc.local_elements(options.mesh)?;
             let value_bytes = value as usize / elements.max(1);
-            let run = trained.entry((desc.segment, value_bytes));
+            let run = trained.entry((desc.segment, desc.is_of_per_layer_table(), value_bytes));
             run.or_insert(TrainedRun { spec, elements: 0, value_bytes }).elements += elements;
         }
     }

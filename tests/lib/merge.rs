@@ -5,9 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::logits::{distance, floats};
-use finetune::adapter::{self, BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, WEIGHTS_FILE};
+use candle_core::{Device, Tensor};
+use finetune::adapter::{
+    self, BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, SavedAdapter, WEIGHTS_FILE,
+};
 use finetune::error::{Error, ErrorCategory, Result};
-use finetune::model::{ModelConfig, unstack_experts};
+use finetune::model::{self, ModelConfig, unstack_experts};
 use finetune::quant::QuantFormat;
 use finetune::recipe::enums::Dtype;
 use finetune::weights::ModelFiles;
@@ -98,6 +101,46 @@ fn adapters_of_per_layer_inputs_compute_what_peft_computes() {
         assert!(distance < LIMIT, "{run}: {distance}");
         assert_eq!((report.merged, report.replaced), (merged, replaced), "{run}");
     }
+}
+
+/// Other trainers also adapt keys and values that no block reads.
+#[test]
+fn an_adapter_of_keys_that_no_block_reads_merges_as_without_them() {
+    let [model, run] = ["models/tiny-gemma4-e2b", "train/lora_gemma4-e2b/adapter_final"]
+        .map(|at| golden("families").join(at));
+    let dir = temp();
+    let adapter = dir.path().join("adapter");
+    fs::create_dir(&adapter).expect("made");
+    fs::copy(run.join("adapter_config.json"), adapter.join("adapter_config.json")).expect("copied");
+    let mut tensors = candle_core::safetensors::load(run.join(WEIGHTS_FILE), &Device::Cpu).expect("loads");
+    let of_reader = |(name, tensor): (&String, &Tensor)| {
+        let is_key = name.contains("layers.1.self_attn.k_proj") || name.contains("layers.1.self_attn.v_proj");
+        is_key.then(|| (name.replace("layers.1.", "layers.3."), tensor.clone()))
+    };
+    let others: Vec<_> = tensors.iter().filter_map(of_reader).collect();
+    assert_eq!(others.len(), 4);
+    tensors.extend(others);
+    candle_core::safetensors::save(&tensors, adapter.join(WEIGHTS_FILE)).expect("saved");
+
+    let text = fs::read_to_string(model.join("config.json")).expect("there");
+    let mut config = ModelConfig::from_json(&text, "config.json").expect("a model");
+    let (unread, modules) = (model::unread_modules(&config), model::modules(&config));
+    let read = || SavedAdapter::read(&adapter).expect("reads");
+    let error = read().fitted(&modules).expect_err("block 3 has no keys").to_string();
+    assert!(error.contains("layers.3.self_attn.k_proj"), "{error}");
+    let without = read().without(&unread);
+    assert!(without.note().is_some_and(|note| note.starts_with("2 modules of the adapter")));
+    assert_eq!(without.fitted(&modules).expect("fits").targets().len(), 3 * 7 + 4 * 5 + 7 * 2 + 1);
+    let mut merged = |adapter: &Path| {
+        let output = dir.path().join(adapter.file_name().expect("a name")).with_extension("merged");
+        let mut files = ModelFiles::open(&model).expect("opens");
+        model::settle(&mut config, &mut files).expect("settles");
+        let options =
+            MergeOptions { dtype: Dtype::F32, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
+        adapter::merge(&files, adapter, &output, &options).expect("merges");
+        fs::read(output.join("model.safetensors")).expect("weights")
+    };
+    assert!(merged(&adapter) == merged(&run));
 }
 
 #[test]

@@ -13,11 +13,12 @@ use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{Engine, LogitsProcessor, MicroStep, Sampling};
 use finetune::error::Result;
 use finetune::loading::{BaseModel, EngineOptions, Trains};
-use finetune::model::AdapterSwitch;
+use finetune::model::{AdapterSwitch, ModelConfig, settle};
 use finetune::objectives::CrossEntropy;
 use finetune::parallel::{Bucket, BucketEntry};
 use finetune::recipe::enums::{Attention, Recompute};
-use finetune::weights::ModelFiles;
+use finetune::weights::{MODEL_FILE, ModelFiles};
+use serde_json::{Value, json};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -29,6 +30,75 @@ fn models() -> Vec<String> {
     let paths = folders.into_iter().flat_map(Result::unwrap).map(|entry| entry.unwrap().path());
     let stored = paths.filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
     stored.map(|path| path.file_stem().unwrap().to_string_lossy().into_owned()).collect()
+}
+
+/// Writes a safetensors file of zeros, of tensors with these dtypes: matrices in FP8, vectors in BF16,
+/// and scales in F32.
+fn write_zeros(path: &Path, tensors: &[(String, &str)]) {
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, dtype) in tensors {
+        let (shape, bytes) = match *dtype {
+            "F8_E4M3" => (json!([16, 16]), 256),
+            "F32" => (json!([1, 1]), 4),
+            _ => (json!([16]), 32),
+        };
+        header.insert(
+            name.clone(),
+            json!({ "dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes] }),
+        );
+        end += bytes;
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(path, [&length[..], &header, &vec![0; end]].concat()).unwrap();
+}
+
+/// The notes say what becomes of keys and values that no block reads: quantized ones are not
+/// written, and the text part of a quantized image-text model is written without any.
+#[test]
+fn notes_of_keys_that_no_block_reads_say_what_is_written() {
+    let path = golden().join("families/models/tiny-gemma4-e2b/config.json");
+    let mut text: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let quantization = json!({ "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128] });
+    let notes_of = |config: &Value, start: &str, quantized: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        let norms = [3, 5].map(|layer| (format!("{start}layers.{layer}.self_attn.k_norm.weight"), "BF16"));
+        let packed = quantized.iter().flat_map(|name| {
+            [(format!("{name}.weight"), "F8_E4M3"), (format!("{name}.weight_scale_inv"), "F32")]
+        });
+        let norm = (format!("{start}norm.weight"), "BF16");
+        write_zeros(
+            &folder.path().join(MODEL_FILE),
+            &norms.into_iter().chain(packed).chain([norm]).collect::<Vec<_>>(),
+        );
+        let mut files = ModelFiles::open(folder.path()).unwrap();
+        let mut config = ModelConfig::from_json(&config.to_string(), "config.json").unwrap();
+        settle(&mut config, &mut files).unwrap();
+        let of_keys = files.notes().filter(|note| note.contains("of keys and values"));
+        let of_keys: Vec<String> = of_keys.map(str::to_owned).collect();
+        (of_keys, files.kept().count())
+    };
+    let named =
+        |count| format!("{count} tensors of keys and values of blocks that read those of another block");
+    text["quantization_config"] = quantization.clone();
+    let keys = ["k_proj", "v_proj"].map(|part| format!("model.layers.3.self_attn.{part}"));
+    let (notes, kept) = notes_of(&text, "model.", &keys.each_ref().map(String::as_str));
+    assert_eq!(
+        notes,
+        [
+            format!("{} are not used; written models keep them", named(2)),
+            format!("{} are neither used nor written", named(2))
+        ]
+    );
+    assert_eq!(kept, 2);
+    let whole = json!({ "model_type": "gemma4", "text_config": text, "tie_word_embeddings": true,
+        "architectures": ["Gemma4ForConditionalGeneration"], "quantization_config": quantization,
+        "vision_config": { "model_type": "gemma4_vision", "hidden_size": 8 } });
+    let (notes, kept) = notes_of(&whole, "model.language_model.", &["model.vision_tower.proj"]);
+    assert_eq!(notes, [format!("{} are neither used nor written", named(2))]);
+    assert_eq!(kept, 0);
 }
 
 #[test]

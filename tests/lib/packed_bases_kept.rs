@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use finetune::model::{ModelConfig, settle};
 use finetune::quant::{QuantBuffer, QuantFormat};
-use finetune::weights::ModelFiles;
+use finetune::weights::{EMBED_PER_LAYER, MODEL_FILE, ModelFiles};
 use half::bf16;
 use insta::assert_snapshot;
 use serde_json::Value;
@@ -93,6 +93,27 @@ fn kept_weights_have_the_dequantized_values() {
     mxfp4 in groups of 32 (scales in e8m0), as stored: 2176 bytes
     mxfp4 with one scale a row (scales in e8m0), as stored: 1088 bytes
     ");
+}
+
+/// A table of per-layer inputs is read by rows, so that it does not stay packed.
+#[test]
+fn a_table_of_per_layer_inputs_is_dequantized() {
+    let (folder, source) = (tempfile::tempdir().unwrap(), golden("tiny-fp8-block"));
+    std::fs::copy(source.join("config.json"), folder.path().join("config.json")).unwrap();
+    let bytes = std::fs::read(source.join(MODEL_FILE)).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header = std::str::from_utf8(&bytes[8..8 + length]).unwrap();
+    let renamed = header.replace("model.layers.0.mlp.up_proj.", "model.embed_tokens_per_layer.");
+    assert_ne!(renamed, header);
+    let length = (renamed.len() as u64).to_le_bytes();
+    let whole = [&length[..], renamed.as_bytes(), &bytes[8 + header.len()..]].concat();
+    std::fs::write(folder.path().join(MODEL_FILE), whole).unwrap();
+    let mut files = ModelFiles::open(folder.path()).unwrap();
+    assert!(files.keep_packed());
+    let [table, gate] = [EMBED_PER_LAYER, "model.layers.0.mlp.gate_proj.weight"];
+    assert!(files.quantized_format(gate).is_some() && files.quantized_format(table).is_none());
+    let up = floats(&ModelFiles::open(&source).unwrap(), "model.layers.0.mlp.up_proj.weight");
+    assert_eq!(floats(&files, table), up);
 }
 
 /// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py), packed and

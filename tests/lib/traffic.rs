@@ -16,6 +16,7 @@ use finetune::model;
 use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::thread_pool;
+use finetune::weights::EMBED_TOKENS;
 
 /// Measurements of one rank: bytes and calls of a step after the first, elements it trains, and the
 /// most segments gathered at a time.
@@ -23,6 +24,8 @@ struct Seen {
     sent: Traffic,
     /// Of the blocks, and of embedding and head.
     elements: [u64; 2],
+    /// Of the bucket with the embedding.
+    embedding: u64,
     tied: bool,
     most: usize,
     kept: usize,
@@ -31,7 +34,11 @@ struct Seen {
 }
 
 fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    run_model("models/tiny-llama", kind, ranks, turns)
+}
+
+fn run_model(model: &str, kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let rank = |end| -> Result<Seen> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
@@ -47,15 +54,19 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
         trainer.step(&step)?;
         let strategy = &trainer.engine.store;
         let mut elements = [0; 2];
-        let mut kept = 0;
+        let (mut kept, mut embedding) = (0, 0);
         for bucket in strategy.trainable() {
             let end = !matches!(bucket.segment, model::Segment::Block(_));
             elements[usize::from(end)] += bucket.elements() as u64;
             kept += bucket.own().len();
+            if bucket.entries.iter().any(|entry| entry.desc.name == EMBED_TOKENS) {
+                embedding = bucket.elements() as u64;
+            }
         }
         Ok(Seen {
             sent: options.ranks.traffic().since(&before),
             elements,
+            embedding,
             tied: trainer.engine.config.tie_word_embeddings,
             most: strategy.most_gathered(),
             kept,
@@ -121,6 +132,21 @@ fn every_byte_sent_is_in_the_formula() {
                 }
             }
         }
+    }
+}
+
+/// A tied head gathers the embedding, and not the table of per-layer inputs.
+#[test]
+fn a_tied_head_leaves_the_table_of_per_layer_inputs() {
+    let (n, a) = (2, 2);
+    for seen in run_model("families/models/tiny-gemma4-e2b", ShardingStrategy::Fsdp, n, a as usize) {
+        assert!(seen.tied);
+        let [blocks, ends] = seen.elements.map(|elements| 4 * elements);
+        let embedding = 4 * seen.embedding;
+        assert!(embedding > 0 && ends > 2 * embedding, "the table is the larger one: {embedding} of {ends}");
+        let gathered = 2 * part(blocks, n) + part(ends, n) + part(embedding, n);
+        let wanted = a * (gathered + part(blocks + ends, n)) + 4 * part(8, n);
+        assert_eq!((seen.sent.total_bytes(), seen.formula), (wanted, wanted));
     }
 }
 

@@ -62,6 +62,7 @@ impl SizedModel {
             AdapterSetup::from_saved(recipe, &found.folder, named, &new_tokens)
         };
         let adapter_setup = saved.map(from_saved).transpose()?;
+        adapter_setup.as_ref().and_then(AdapterSetup::note).into_iter().for_each(|note| resolver.warn(note));
         Ok(SizedModel { base, adapter_setup, train, held_out, new_tokens })
     }
 }

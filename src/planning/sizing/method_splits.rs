@@ -1,10 +1,13 @@
 //! The splits of a run's own method: passes the memory and compute of its step on one device to
 //! [`splits`].
 
+use candle_core::DType;
+
 use super::splits::{self, ParallelSplit, RefusedSplit, SplitWork, splits};
 use super::step_time::{dequantized_bytes, launches, token_secs, update};
 use super::{SizingRequest, kept_bytes};
 use crate::error::Result;
+use crate::planning::carried::carried_bytes;
 use crate::planning::{KeptGroup, MASTERS, MemoryParts, PlannedStep, widest_micro_batch};
 use crate::recipe::Strategy;
 
@@ -45,6 +48,7 @@ impl SizingRequest<'_> {
             tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
             activation_bytes: step.fit.memory.activations as f64
                 / widest_micro_batch(self.recipe, self.inputs.rows) as f64,
+            carried_bytes: carried_bytes(config, &step.descs, 1, DType::BF16) as f64,
             budget: budget.unwrap_or(u64::MAX).saturating_sub(step.fit.memory.nccl),
         };
         let (mut all, refused) = splits(&work, hardware);

@@ -344,10 +344,12 @@ fn kept_bytes(parts: &MemoryParts) -> u64 {
 fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<MemoryTerm> {
     let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
     let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
+    let carried = parts.carried.iter().map(saved);
     let kept = match recompute {
-        Recompute::None => activations.join(" + "),
+        Recompute::None => activations.into_iter().chain(carried).collect::<Vec<_>>().join(" + "),
         Recompute::Block => {
-            format!("the blocks' inputs, and one block at a time of: {}", activations.join(" + "))
+            let beside: String = carried.map(|part| format!("{part} + ")).collect();
+            format!("{beside}the blocks' inputs, and one block at a time of: {}", activations.join(" + "))
         }
     };
     let all = [

@@ -87,6 +87,8 @@ pub struct SplitWork<'a> {
     pub tokens: f64,
     /// Bytes of a token's activations on all layers, as the recipe keeps them.
     pub activation_bytes: f64,
+    /// Bytes of a token's state beside the hidden states, and of its gradients.
+    pub carried_bytes: f64,
     /// Bytes available to a rank.
     pub budget: u64,
 }
@@ -293,11 +295,12 @@ impl<'a> SplitShare<'a> {
         (around - self.own_tokens * self.work.attention_secs).max(0.0)
     }
 
-    /// Returns the seconds to send the hidden states of each micro-batch to the next stage, and
-    /// their gradients back.
+    /// Returns the seconds to send the hidden states of each micro-batch, and the state beside
+    /// them, to the next stage, and their gradients back.
     fn pipeline_secs(&self) -> f64 {
         let ParallelSplit { data, shard, tensor, pipeline, context, .. } = self.split;
-        let sent = if pipeline > 1 { 2.0 * self.hidden() * self.micro_batches } else { 0.0 };
+        let both = 2.0 * self.hidden() + self.micro_tokens * self.work.carried_bytes;
+        let sent = if pipeline > 1 { both * self.micro_batches } else { 0.0 };
         self.hardware.ring_secs(sent, tensor * context * shard * data, pipeline)
     }
 
@@ -362,6 +365,7 @@ mod tests {
             row: 2048.0,
             tokens: rows * 2048.0,
             activation_bytes: 1e6,
+            carried_bytes: 0.0,
             budget: 72_000_000_000,
         }
     }
@@ -445,6 +449,11 @@ mod tests {
         // within a host.
         let borders = 2.0 * hidden * 8.0 * 8.0 / network;
         near([8, 1, 1, 4, 1], borders + shared(8.0, 0.25) / link + 2.0 * 8.0 * in_host(8.0));
+        // A state beside the hidden states that, with its gradients, is as large as both.
+        let carries = SplitWork { carried_bytes: 2.0 * hidden / work.row, ..work };
+        let longer = modelled(&carries, &hardware, [8, 1, 1, 4, 1]).step_secs
+            - modelled(&work, &hardware, [8, 1, 1, 4, 1]).step_secs;
+        assert!((longer / borders - 1.0).abs() < 1e-6, "{longer} {borders}");
         // Two parts of each sequence by four of each product in a host: as many sums of half the
         // hidden states, keys and values of a quarter of the heads around the ring three times, and
         // a quarter of the gradients summed over both parts.

@@ -56,6 +56,7 @@ fn hardware_files() {
                 row: 8192.0,
                 tokens: 64.0 * 8192.0,
                 activation_bytes: 1e6,
+                carried_bytes: 0.0,
                 budget: u64::MAX,
             };
             for split in splits(&work, &hardware).0 {

@@ -13,7 +13,7 @@ use half::bf16;
 use super::local_range::LocalRange;
 use super::mesh::DeviceMesh;
 use super::offload::{BucketBuilder, OffloadTarget, StorageTarget};
-use super::param::{BucketKind, ParamDesc, ParamKind};
+use super::param::{BucketKey, BucketKind, ParamDesc, ParamKind};
 use super::placement::{Placements, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
@@ -69,6 +69,8 @@ pub struct Bucket {
     /// The segment that uses it.
     pub segment: Segment,
     pub(super) kind: BucketKind,
+    /// True for the table of per-layer inputs, whose memory is freed after each use.
+    pub(super) per_layer: bool,
     /// The parameters, in order of position.
     pub entries: Vec<BucketEntry>,
     /// Number of elements of the whole bucket, padding included.
@@ -140,8 +142,8 @@ impl Bucket {
         fill: &mut FillParam<'_>,
     ) -> Result<Self> {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
-        let (segment, descs_kind) = (descs[0].segment, descs[0].kind);
-        let (kind, trainable) = (BucketKind::of(descs_kind), descs_kind.trains());
+        let BucketKey { segment, kind, per_layer } = BucketKey::of(&descs[0]);
+        let (descs_kind, trainable) = (descs[0].kind, descs[0].kind.trains());
         let (entries, len) = layout(descs, &bucket_options)?;
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         let itself = bucket_options.is_updated_itself(descs_kind);
@@ -177,6 +179,7 @@ impl Bucket {
         Ok(Bucket {
             segment,
             kind,
+            per_layer,
             entries,
             len,
             spec,

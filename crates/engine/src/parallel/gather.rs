@@ -51,6 +51,8 @@ pub(super) struct ShardRun {
     pub(super) sharded: bool,
     /// Number of elements of the whole.
     pub(super) len: usize,
+    /// True if its memory is freed after each use, instead of kept for the next.
+    pub(super) freed: bool,
 }
 
 /// Gathers in flight, and the number of segments that are whole.
@@ -197,6 +199,10 @@ impl GatherQueue {
             Segment::Block(layer) => self.block(layer)?,
             Segment::Embed | Segment::Head => {
                 let mut taken = |run: &ShardRun| -> Result<(BufferId, TensorMut)> {
+                    if run.freed {
+                        let whole = TensorMut::zeros(run.len, run.part.dtype(), &self.device)?;
+                        return Ok((run.buffer_id, whole));
+                    }
                     let memory = self.pool.take(run.len, run.part.dtype(), &self.device)?;
                     let whole = memory.narrow(0, 0, run.len)?;
                     memory_of_end.push(memory);
@@ -293,7 +299,7 @@ mod tests {
                 let part = Tensor::full(value, len, &Device::Cpu).unwrap().into();
                 let index = if kind == BucketKind::Frozen { 0 } else { 1 };
                 let (buffer_id, kind) = (BufferId::Values(2 * layer + index), BufferKind::Values(kind));
-                ShardRun { buffer_id, kind, part, sharded: size > 1, len: size * len }
+                ShardRun { buffer_id, kind, part, sharded: size > 1, len: size * len, freed: false }
             };
             [(BucketKind::Frozen, 4), (BucketKind::FrozenAs, 2)].map(run).into()
         };

@@ -188,7 +188,11 @@ impl GradBuffers {
         if let Some(memory) = outer.get(&index) {
             return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
-        let memory = self.pool.take(bucket.len, DType::F32, &self.device)?;
+        let memory = if bucket.per_layer {
+            TensorMut::zeros(bucket.len, DType::F32, &self.device)?
+        } else {
+            self.pool.take(bucket.len, DType::F32, &self.device)?
+        };
         let grad_buffers = memory.narrow(0, 0, bucket.len)?;
         zero(&grad_buffers)?;
         outer.insert(index, memory);
@@ -223,7 +227,7 @@ impl GradBuffers {
                 add_from_anywhere(grad, fresh)?;
             }
             if !last || alone {
-                fresh.map_or(Ok(()), |fresh| self.let_go(index, &fresh))?;
+                fresh.map_or(Ok(()), |fresh| self.let_go((index, bucket), &fresh))?;
                 return if last { bucket.round_gradients() } else { Ok(()) };
             }
             match fresh {
@@ -313,7 +317,7 @@ impl GradBuffers {
         if is_held(bucket, self.reducing) {
             return Ok(PendingReduction { held: Some(fresh), ..started });
         }
-        self.let_go(started.index, &fresh)?;
+        self.let_go((started.index, bucket), &fresh)?;
         Ok(started)
     }
 
@@ -342,13 +346,14 @@ impl GradBuffers {
                 }
             }
         }
-        held.map_or(Ok(()), |held| self.let_go(index, &held))?;
+        held.map_or(Ok(()), |held| self.let_go((index, bucket), &held))?;
         if last { bucket.round_gradients() } else { Ok(()) }
     }
 
-    fn let_go(&self, index: usize, grad_buffers: &TensorMut) -> Result<()> {
+    fn let_go(&self, (index, bucket): (usize, &Bucket), grad_buffers: &TensorMut) -> Result<()> {
         let mut outer = self.outer.lock().map_err(|_| Error::internal("a backward panicked"))?;
         match outer.remove(&index) {
+            Some(_) if bucket.per_layer => Ok(()),
             Some(memory) => {
                 self.pool.give(memory);
                 Ok(())

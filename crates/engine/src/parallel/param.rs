@@ -8,6 +8,7 @@ use super::placement::{ParamRole, Placements};
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Segment, per_layer_modules};
 use crate::quant::{QuantFormat, RunDtype};
+use crate::weights::EMBED_PER_LAYER_MODULE;
 
 /// A parameter without a value: the one declaration of its shape and placement.
 ///
@@ -104,6 +105,11 @@ impl ParamDesc {
         ParamDesc { name, segment, kind, shape, placements }
     }
 
+    /// Returns whether it is the table of per-layer inputs, or trains it.
+    pub fn is_of_per_layer_table(&self) -> bool {
+        self.name.strip_prefix(EMBED_PER_LAYER_MODULE).is_some_and(|end| end.starts_with('.'))
+    }
+
     /// Returns the shape of the whole tensor.
     pub fn global_shape(&self) -> &[usize] {
         &self.shape
@@ -182,8 +188,26 @@ impl ParamKind {
     }
 }
 
-/// The kind of a bucket's contents: parameters of one segment and one kind are stored together, in
-/// this order.
+/// The key of a bucket, in the order of buckets: parameters with one key are stored together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BucketKey {
+    pub(super) segment: Segment,
+    pub(super) kind: BucketKind,
+    /// True for the table of per-layer inputs: a tied head uses the rest of the embedding alone.
+    pub(super) per_layer: bool,
+}
+
+impl BucketKey {
+    pub(super) fn of(desc: &ParamDesc) -> Self {
+        BucketKey {
+            segment: desc.segment,
+            kind: BucketKind::of(desc.kind),
+            per_layer: desc.is_of_per_layer_table(),
+        }
+    }
+}
+
+/// The kind of a bucket's contents, in the order of buckets of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BucketKind {
     /// Frozen, in the compute dtype.

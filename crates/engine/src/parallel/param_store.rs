@@ -12,7 +12,7 @@ use super::grad_reduce::{GradBuffers, GradReduceOptions, is_finite};
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
-use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind, per_layer_inputs_train};
+use super::param::{BucketKey, BucketKind, BufferKind, ParamDesc, ParamKind, per_layer_inputs_train};
 use super::placement::ParamRole;
 use super::quantized_bucket::QuantizedBucket;
 use super::shared_frozen::{FrozenBucket, SharedFrozen, is_shareable, trains_rows};
@@ -70,6 +70,7 @@ pub struct ParamStore {
     gathers: GatherQueue,
     grad_buffers: GradBuffers,
     blocks: Vec<BlockWeights>,
+    per_layer_inputs_train: bool,
 }
 
 /// The weights of a segment, whole during the lifetime of this guard.
@@ -98,6 +99,7 @@ impl ParamStore {
         options: StoreOptions,
         fill: &mut FillParam<'_>,
     ) -> Result<Self> {
+        let per_layer_inputs_train = per_layer_inputs_train(config, &descs);
         let (buckets, packed) = buckets(descs, &options, fill)?;
         let names = |bucket: &Bucket| bucket.entries.iter().map(|entry| entry.desc.name.clone()).collect();
         let grad_buffers = GradBuffers::new(&buckets, options.reducing, &options.device, &options.mesh)?;
@@ -112,6 +114,7 @@ impl ParamStore {
             adapters,
             grad_buffers,
             blocks: Vec::new(),
+            per_layer_inputs_train,
         };
         store.sync_initial_state()?;
         store.blocks = (0..config.num_layers())
@@ -388,8 +391,7 @@ impl ParamStore {
     /// Returns whether something trains behind the per-layer inputs: the embedding, the table, or
     /// their projection and its norm.
     pub(crate) fn per_layer_inputs_train(&self) -> bool {
-        let descs = self.trainable().flat_map(|bucket| &bucket.entries).map(|entry| &entry.desc);
-        per_layer_inputs_train(&self.config, descs)
+        self.per_layer_inputs_train
     }
 
     /// Returns the largest number of segments that were gathered at a time.
@@ -464,12 +466,12 @@ type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);
 fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'_>) -> Result<Buckets> {
     let shares = options.frozen.ranks() > 1 && options.device.is_cpu() && !options.fill_all;
     let trains_rows = trains_rows(&descs);
-    let mut by_group: BTreeMap<(Segment, BucketKind), Vec<ParamDesc>> = BTreeMap::new();
+    let mut by_group: BTreeMap<BucketKey, Vec<ParamDesc>> = BTreeMap::new();
     for desc in descs {
-        by_group.entry((desc.segment, BucketKind::of(desc.kind))).or_default().push(desc);
+        by_group.entry(BucketKey::of(&desc)).or_default().push(desc);
     }
     let spec = |group: BucketKind| options.mesh.strategy().sharding_spec(group.role());
-    by_group.keys().try_for_each(|(_, group)| spec(*group).check_flat())?;
+    by_group.keys().try_for_each(|key| spec(key.kind).check_flat())?;
     let bucket_options = |group: BucketKind, descs: &[ParamDesc]| BucketOptions {
         spec: spec(group),
         mesh: &options.mesh,
@@ -487,7 +489,7 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
         kept_gradients: options.reducing.kept,
     };
     let (mut room, mut on_device) = (0, 0);
-    for ((_, group), descs) in &by_group {
+    for (BucketKey { kind: group, .. }, descs) in &by_group {
         let bytes = match group {
             BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
             _ => Bucket::room(descs, &bucket_options(*group, descs))?,
@@ -499,7 +501,8 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
     check_host_memory(host.into_iter().filter(|(counts, _)| *counts).map(|(_, bytes)| bytes as u64).sum())?;
     let file = options.offload.file(room)?;
     let (mut buckets, mut packed) = (Vec::new(), Vec::new());
-    for ((segment, group), descs) in by_group {
+    for (key, descs) in by_group {
+        let BucketKey { segment, kind: group, .. } = key;
         let mut bucket_options = bucket_options(group, &descs);
         if options.offload.has_values(group.role()) {
             bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
@@ -514,7 +517,7 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
             })
         };
         let is_shared = shares && is_shareable(options.mesh.strategy(), group.role(), segment, trains_rows);
-        match if is_shared { options.frozen.take((segment, group), load)? } else { load()? } {
+        match if is_shared { options.frozen.take(key, load)? } else { load()? } {
             FrozenBucket::Dense(bucket) => buckets.push(bucket.owned_by(&bucket_options)),
             FrozenBucket::Quantized(bucket) => packed.push(bucket),
         }
@@ -542,7 +545,7 @@ fn check_host_memory(bytes: u64) -> Result<()> {
 }
 
 /// Returns the runs to gather or load for each segment: its own, and for the head of a tied model
-/// also those of the table.
+/// also those of the embedding, but not the table of per-layer inputs.
 fn shard_runs(
     config: &ModelConfig,
     buckets: &[Bucket],
@@ -561,9 +564,10 @@ fn shard_runs(
             part: bucket.value.clone(),
             sharded: bucket.spec.values.is_sharded(),
             len: bucket.len,
+            freed: bucket.per_layer,
         };
         runs.entry(bucket.segment).or_default().push(run());
-        if tied && bucket.segment == Segment::Embed {
+        if tied && bucket.segment == Segment::Embed && !bucket.per_layer {
             runs.entry(Segment::Head).or_default().push(run());
         }
     }
@@ -578,6 +582,7 @@ fn shard_runs(
             part: buffer.values.clone(),
             sharded,
             len: buffer.len,
+            freed: false,
         });
         runs.entry(packed.segment).or_default().extend(of_bucket);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use super::bucket::Bucket;
-use super::param::{BucketKind, ParamDesc};
+use super::param::{BucketKey, ParamDesc};
 use super::placement::{ParamRole, ShardingStrategy};
 use super::quantized_bucket::QuantizedBucket;
 use super::views::TOKEN_ROWS;
@@ -20,9 +20,6 @@ pub struct SharedFrozen {
     ranks: usize,
     slots: Arc<Mutex<BTreeMap<BucketKey, Slot>>>,
 }
-
-/// The bucket of a segment and kind.
-type BucketKey = (Segment, BucketKind);
 
 /// A bucket on its way to the ranks, and the number of ranks that have asked for it.
 #[derive(Debug, Default)]

@@ -16,6 +16,7 @@ use super::tensors::{PREFIX, WEIGHTS_FILE, file_name, split_name, without_adapte
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::model::{Module, ModuleKind};
+use crate::units;
 use crate::weights::{
     self, ClassNames, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, NameRules,
     StoredDtype, StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
@@ -51,6 +52,8 @@ pub struct SavedAdapter {
     parameters: Vec<ParameterLora>,
     /// The parts of these tensors, by module.
     parts: BTreeMap<String, [(TensorKind, ExpertPart); 2]>,
+    /// A warning about tensors that the model does not use.
+    note: Option<String>,
 }
 
 /// The names in the file of each module's tensors.
@@ -94,7 +97,7 @@ impl SavedAdapter {
         let saved: BTreeSet<String> = saved.map(|(module, _)| module.clone()).collect();
         let parameters = parameter_loras(&wrapped, &config, &files).map_err(failed)?;
         let (rows, parts) = (BTreeMap::new(), BTreeMap::new());
-        let mut adapter = Self { config, files, names, targets, saved, rows, parameters, parts };
+        let mut adapter = Self { config, files, names, targets, saved, rows, parameters, parts, note: None };
         for target in &adapter.targets {
             adapter.check_target(target).map_err(failed)?;
         }
@@ -254,6 +257,31 @@ impl SavedAdapter {
     /// User: the tensor is missing.
     pub fn bytes(&self, module: &str, kind: TensorKind) -> Result<&[u8]> {
         self.files.bytes(&self.name(module, kind))
+    }
+
+    /// Leaves out the tensors of modules that the model does not use, `unread`: other trainers
+    /// adapt keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter
+    /// without other tensors stays as it is, so that [`SavedAdapter::fitted`] refuses it.
+    #[must_use]
+    pub fn without(mut self, unread: &BTreeSet<String>) -> Self {
+        let count = self.names.keys().filter(|module| unread.contains(*module)).count();
+        if count == 0 || count == self.names.len() {
+            return self;
+        }
+        self.names.retain(|module, _| !unread.contains(module));
+        self.targets.retain(|target| !unread.contains(&target.name));
+        self.saved.retain(|module| !unread.contains(module));
+        let modules = units::exact(count, "module");
+        self.note = Some(format!(
+            "{modules} of the adapter compute keys and values of blocks that read those of another block: \
+             they are not used"
+        ));
+        self
+    }
+
+    /// Returns the warning about tensors that the model does not use, if it has some.
+    pub fn note(&self) -> Option<&str> {
+        self.note.as_deref()
     }
 
     /// Gives LoRA on tensors of all experts to the experts of a model, and checks that each tensor

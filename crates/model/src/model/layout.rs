@@ -278,13 +278,14 @@ impl LayoutTable<'_> {
     /// that make the inputs of all blocks.
     fn per_layer_input(&self, input: &PerLayerInput, layer: usize) -> Vec<BlockModule> {
         use BlockPart as P;
-        let (d, p, all) = (self.0.hidden_size, input.width, self.0.per_layer_width(self.0.num_layers()));
+        let (d, p) = (self.0.hidden_size, input.width);
         let mut rows = vec![
             self.linear(P::PerLayerGate, (p, d), false),
             self.linear(P::PerLayerProjection, (d, p), false),
             self.norm(P::PerLayerNorm, d, self.0.hidden_norm.has_bias()),
         ];
         if layer == 0 {
+            let all = self.0.per_layer_width(self.0.num_layers());
             rows.push(self.linear(P::PerLayerModel, (all, d), false));
             rows.push(self.norm(P::PerLayerModelNorm, p, false));
         }

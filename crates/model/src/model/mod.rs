@@ -68,7 +68,7 @@ pub use norm::Norm;
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};
-pub use stored::{StoredModel, settle, stored_name, unstack_experts};
+pub use stored::{StoredModel, settle, stored_name, unread_modules, unstack_experts};
 
 use candle_core::Tensor;
 

@@ -90,8 +90,8 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     if dropped > 0 {
         files.note(format!("{} are quantized: they are neither used nor written", named(dropped)));
     }
-    set_apart_keys(config, files);
-    let Some(whole) = &config.text_of else { return };
+    let keys = set_apart_keys(config, files);
+    let Some(whole) = &config.text_of else { return note_keys(files, keys) };
     let per_layer = per_layer_modules(config);
     // Such a model has a container in its names by design.
     files.forget_names();
@@ -101,7 +101,9 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
         !is_part && !per_layer.iter().any(|module| is_of(name, module))
     });
     // A GGUF file holds the text part alone.
-    files.write_whole(quantized == 0 && files.source() == files.folder());
+    let writes_whole = quantized == 0 && files.source() == files.folder();
+    files.write_whole(writes_whole);
+    note_keys(files, if writes_whole { keys } else { [0, keys.iter().sum()] });
     let written = match (quantized, files.kept().count()) {
         (0, 0) => String::new(),
         (0, _) => format!("; written models keep its other tensors as they are: {}", files.kept().describe()),
@@ -110,29 +112,31 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     files.note(format!("the text part of an image-text model (`{whole}`) is used{written}"));
 }
 
-/// Sets apart keys and values of blocks that read those of another block: some files have them.
-fn set_apart_keys(config: &ModelConfig, files: &mut ModelFiles) {
+/// Returns the modules of keys and values of blocks that read those of another block, which some
+/// files have and the model does not use.
+pub fn unread_modules(config: &ModelConfig) -> BTreeSet<String> {
     let reads =
         |block: &BlockConfig| block.token_mixer.attention().and_then(AttentionMixer::reads_from).is_some();
-    let blocks: HashSet<usize> =
-        config.blocks.iter().enumerate().filter(|(_, block)| reads(block)).map(|(layer, _)| layer).collect();
-    if blocks.is_empty() {
-        return;
-    }
     let parts = [BlockPart::KProj, BlockPart::VProj, BlockPart::KNorm].map(config.family.module_name);
-    let [kept, dropped] = files.set_apart(|name| {
-        block_of(name).is_some_and(|block| blocks.contains(&block))
-            && parts.iter().any(|module| name.split_once(module).is_some_and(|(_, end)| end.starts_with('.')))
-    });
-    if kept + dropped > 0 {
-        let written = if dropped > 0 {
-            "are neither used nor written"
-        } else {
-            "are not used; written models keep them"
-        };
+    let readers = config.blocks.iter().enumerate().filter(|(_, block)| reads(block));
+    readers.flat_map(|(layer, _)| parts.map(|part| format!("model.layers.{layer}.{part}"))).collect()
+}
+
+/// Sets apart the tensors of [`unread_modules`]. Returns the numbers of those that written models
+/// keep and of those that are quantized, which they do not.
+fn set_apart_keys(config: &ModelConfig, files: &mut ModelFiles) -> [usize; 2] {
+    let unread = unread_modules(config);
+    let counts = files.set_apart(|name| unread.iter().any(|module| is_of(name, module)));
+    files.leave_unread(unread);
+    counts
+}
+
+fn note_keys(files: &mut ModelFiles, [kept, dropped]: [usize; 2]) {
+    let uses = [(kept, "are not used; written models keep them"), (dropped, "are neither used nor written")];
+    for (count, written) in uses.into_iter().filter(|(count, _)| *count > 0) {
         files.note(format!(
             "{} of keys and values of blocks that read those of another block {written}",
-            units::exact(kept + dropped, "tensor")
+            units::exact(count, "tensor")
         ));
     }
 }

@@ -54,6 +54,8 @@ pub struct ModelFiles {
     pub(super) packing: Vec<String>,
     /// Warnings about tensors that are unused, or used in another way than config.json describes.
     notes: Vec<String>,
+    /// Modules that the model does not use.
+    unread: BTreeSet<String>,
 }
 
 impl ModelFiles {
@@ -328,6 +330,16 @@ impl ModelFiles {
     /// Gives the tensors of written models the names of a class.
     pub(crate) fn write_as(&mut self, class: &'static ClassNames) {
         self.kept.class = Some(class);
+    }
+
+    /// Records modules that the model does not use.
+    pub(crate) fn leave_unread(&mut self, modules: BTreeSet<String>) {
+        self.unread = modules;
+    }
+
+    /// Returns the modules that the model does not use: an adapter may have tensors for them.
+    pub fn unread(&self) -> &BTreeSet<String> {
+        &self.unread
     }
 
     /// Returns the tensors that written models keep.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
-use super::{EMBED_TOKENS, LM_HEAD, ModelFiles};
+use super::{EMBED_PER_LAYER, EMBED_TOKENS, LM_HEAD, ModelFiles};
 use crate::error::Result;
 use crate::quant::{BlockType, GridFormat, QuantFormat, QuantViewMut};
 use crate::units;
@@ -41,7 +41,7 @@ impl ModelFiles {
 
     /// Returns the format in which a run keeps a packed tensor, if it does.
     fn kept_format(&self, name: &str) -> Option<GridFormat> {
-        let in_block = ![EMBED_TOKENS, LM_HEAD].contains(&name);
+        let in_block = ![EMBED_TOKENS, EMBED_PER_LAYER, LM_HEAD].contains(&name);
         self.parts(name).filter(|_| self.keeps_packed && in_block)?.kept()
     }
 

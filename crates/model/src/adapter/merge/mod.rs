@@ -89,7 +89,7 @@ pub fn merge(
     output: &Path,
     options: &MergeOptions<'_>,
 ) -> Result<MergeReport> {
-    let adapter = SavedAdapter::read(adapter)?;
+    let adapter = SavedAdapter::read(adapter)?.without(base.unread());
     let (earlier, digest) = report::merges_before(base.folder(), &adapter)?;
     let config = sidecar_files::read_config(base.folder())?;
     let modules = embeddings::modules(base, &Tie::new(base, &config), &adapter);

@@ -52,6 +52,13 @@ impl Carried {
         .collect()
     }
 
+    /// Returns its tensors.
+    #[cfg(test)]
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let shared = self.keys_values.values().flat_map(|KeysValues { k, v }| [k, v]);
+        self.per_layer.iter().chain(shared)
+    }
+
     /// Returns the keys and values of another block that `mixer` reads, if it does.
     pub(super) fn read_by(&self, mixer: &AttentionMixer) -> Result<Option<&KeysValues>> {
         let Some(owner) = mixer.reads_from() else { return Ok(None) };

@@ -80,9 +80,13 @@ struct RandomParams {
 
 impl RandomParams {
     fn new(config: &ModelConfig, dtype: DType, adapter: impl Fn(&BlockModule) -> Option<LoraShape>) -> Self {
-        let layout = BlockLayout::new(config, 0);
-        let adapters =
-            layout.linears().filter_map(|module| Some((module.name_in(0), adapter(module)?))).collect();
+        let mut adapters = HashMap::new();
+        for layer in 0..config.num_layers() {
+            let layout = BlockLayout::new(config, layer);
+            let adapted =
+                layout.linears().filter_map(|module| Some((module.name_in(layer), adapter(module)?)));
+            adapters.extend(adapted);
+        }
         let is_buffer = |spec: &ParamSpec| spec.role == Role::Buffer;
         let buffers = parameters(config).into_iter().filter(is_buffer).map(|spec| spec.name).collect();
         let mut shapes: HashMap<String, Vec<usize>> =
@@ -157,24 +161,35 @@ fn bits(saved: &BlockSaved) -> Result<Vec<Vec<u32>>> {
     saved.tensors().into_iter().map(of_tensor).collect()
 }
 
-/// Runs the forward of the first block in training. Recomputing it gives the same bits.
+/// Runs the forward of all blocks in training, and returns what each keeps. Recomputing them gives
+/// the same bits, and the state beside the hidden states has the planned bytes.
 fn forward_of(
     config: &ModelConfig,
     params: &RandomParams,
     attention: Attention,
     (adapter, dropout): (AdapterSwitch, Option<DropoutContext>),
-) -> Result<BlockSaved> {
-    let weights = assemble::block(config, 0, params)?;
+) -> Result<Vec<BlockSaved>> {
     let spans = [Span::sequence(0, 5), Span::sequence(5, TOKENS - 5)];
     let tables = RotaryTables::new(&config.ropes, &Device::Cpu).of_spans(&config.ropes, &spans)?;
     let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout, balance: None };
-    let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
+    let mut x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
     let width = config.per_layer_width(config.num_layers());
     let rows = (width > 0).then(|| normal("rows", &[TOKENS, width], params.dtype)).transpose()?;
     let mut carried = Carried::new(rows.map(|rows| rows.value));
-    let (_, saved) = forward(config, 0, &weights, &x, &context, &mut carried, None)?;
-    assert_eq!(bits(&recompute(config, 0, &weights, &x, &context, &carried)?)?, bits(&saved)?);
-    Ok(saved)
+    let mut blocks = Vec::new();
+    for layer in 0..config.num_layers() {
+        let weights = assemble::block(config, layer, params)?;
+        let (y, saved) = forward(config, layer, &weights, &x, &context, &mut carried, None)?;
+        blocks.push((weights, x, saved));
+        x = y;
+    }
+    for (layer, (weights, x, saved)) in blocks.iter().enumerate() {
+        let again = recompute(config, layer, weights, x, &context, &carried)?;
+        assert_eq!(bits(&again)?, bits(saved)?, "block {layer}");
+    }
+    let planned: usize = Carried::parts(config, TOKENS, params.dtype).iter().map(|(_, bytes)| bytes).sum();
+    assert_eq!(memory_of(carried.tensors()), planned);
+    Ok(blocks.into_iter().map(|(_, _, saved)| saved).collect())
 }
 
 #[test]
@@ -212,18 +227,28 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
             let params = RandomParams::new(&config, dtype, adapter);
             for attention in [Attention::Flash, Attention::Eager] {
                 let case = format!("{model} {dtype:?} {attention:?}, adapter {i}");
-                let SavedBytes { input, rest } = BlockSaved::bytes(&config, 0, TOKENS, dtype, adapter);
                 let dropout = DropoutContext { stream: RngStream::new(1), first_token: 0 };
                 // Without dropout the adapters of a group share one buffer.
                 for dropout in [Some(dropout), None] {
-                    let saved = forward_of(&config, &params, attention, (AdapterSwitch::On, dropout))?;
-                    // Under recompute only the block's input is kept.
-                    assert_eq!(memory_of([&saved.x]), input, "{case} {dropout:?}");
-                    assert_eq!(memory_of(saved.tensors()), input + rest, "{case} {dropout:?}");
+                    let blocks = forward_of(&config, &params, attention, (AdapterSwitch::On, dropout))?;
+                    for (layer, saved) in blocks.iter().enumerate() {
+                        let case = format!("{case}, block {layer} {dropout:?}");
+                        let SavedBytes { input, rest } =
+                            BlockSaved::bytes(&config, layer, TOKENS, dtype, adapter);
+                        // Under recompute only the block's input is kept.
+                        assert_eq!(memory_of([&saved.x]), input, "{case}");
+                        assert_eq!(memory_of(saved.tensors()), input + rest, "{case}");
+                    }
                 }
                 let off = forward_of(&config, &params, attention, (AdapterSwitch::Off, Some(dropout)))?;
-                let without = BlockSaved::bytes(&config, 0, TOKENS, dtype, none);
-                assert_eq!(memory_of(off.tensors()), without.input + without.rest, "{case}, switched off");
+                for (layer, off) in off.iter().enumerate() {
+                    let without = BlockSaved::bytes(&config, layer, TOKENS, dtype, none);
+                    assert_eq!(
+                        memory_of(off.tensors()),
+                        without.input + without.rest,
+                        "{case}, switched off"
+                    );
+                }
             }
         }
     }

@@ -341,6 +341,13 @@ mod tests {
         let width = ("moe_intermediate_size", json!(8));
         assert!(config(&[&experts[..], &[("top_k_experts", json!(2)), width.clone()]].concat()).is_ok());
         let part = json!({ "rope_theta": 1e4, "partial_rotary_factor": 0.5 });
+        // Each size is accepted alone; the table of per-layer inputs has their product.
+        let (rows, wide) = (json!(1 << 27), json!(1 << 22));
+        let table = [("vocab_size", rows.clone()), ("vocab_size_per_layer_input", rows)];
+        assert!(config(&table).is_ok());
+        let table = [&table[..], &[("hidden_size_per_layer_input", wide)]].concat();
+        let refused = config(&table).expect_err("too large").to_string();
+        assert!(refused.contains("parameters"), "{refused}");
         for (key, value) in [
             ("hidden_size_per_layer_input", json!(1_u64 << 40)),
             ("num_kv_shared_layers", json!(1)),
