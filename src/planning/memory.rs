@@ -185,19 +185,10 @@ impl MemoryPlan {
                 longest = longest.max(n / share(spec.update));
             }
         }
-        if options.offload.has_state() {
-            // Staged at once: a chunk of values, of gradients and of each tensor of the state.
-            let staged = 2 + options.optimizer_state.tensors.len() as u64;
-            memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
-        }
+        memory.in_flight += staged_bytes(options, longest);
         let kept = kept_bytes(saved, recompute) as u64;
         memory.activations = kept + carried_bytes(config, descs, *tokens, options.dtype);
-        // The gradients of a block's widest tensors, which backward holds beside the recomputed
-        // ones.
-        let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
-        // The first block makes the inputs of all blocks.
-        let widest = widest.max(2 * config.per_layer_width(config.num_layers()));
-        let temporaries = (2 * widest * options.dtype.size_in_bytes() * *tokens) as u64;
+        let temporaries = (temporary_values(config) * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
@@ -467,6 +458,24 @@ pub(crate) fn available(device: &Device) -> Option<u64> {
         return crate::runtime::device::free_bytes(device);
     }
     crate::runtime::machine::host_memory().map(|memory| memory.available)
+}
+
+/// Returns the bytes staged at once while the state is on the host: a chunk of values, of gradients
+/// and of each tensor of the state, of which `longest` elements are updated together.
+fn staged_bytes(options: &MemoryOptions<'_>, longest: u64) -> u64 {
+    if !options.offload.has_state() {
+        return 0;
+    }
+    let staged = 2 + options.optimizer_state.tensors.len() as u64;
+    4 * staged * longest.min(STAGING_ELEMENTS as u64)
+}
+
+/// Returns the values a token of the gradients of a block's widest tensors, which backward holds
+/// beside the recomputed ones.
+fn temporary_values(config: &ModelConfig) -> usize {
+    let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
+    // The first block makes the inputs of all blocks.
+    2 * widest.max(2 * config.per_layer_width(config.num_layers()))
 }
 
 #[cfg(test)]
