@@ -158,7 +158,7 @@ mod tests {
             offload,
             on_host: true,
             bf16_copy: false,
-            fp8: fp8,
+            fp8,
             scales_rows: true,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
