@@ -2,7 +2,7 @@
 """Runs the tests beside busy processes, three times in a row: no result may depend on the load of
 the machine.
 
-    scripts/busy_suite.py                                  cargo test, beside two busy processes a core
+    scripts/busy_suite.py                                  all tests, beside two busy processes a core
     scripts/busy_suite.py --times 1 -- --test faults hangs::  arguments after `--` go to cargo test
 
 Tests are built first, alone. The script starts its busy processes itself, and ends them by their
@@ -27,8 +27,8 @@ def main():
     parser.add_argument("--times", type=int, default=3, help="runs in a row [default: 3]")
     parser.add_argument("--busy", type=int, default=2, help="busy processes for each core [default: 2]")
     args = parser.parse_args(own.split())
-    test = ["cargo", "test", "--no-fail-fast"]
-    if subprocess.run([*test, "--no-run", *more.split()], cwd=ROOT).returncode:
+    test = ["cargo", "test", "--no-fail-fast", *(more.split() or ["--lib", "--test", "*"])]
+    if subprocess.run([*test[:3], "--no-run", *test[3:]], cwd=ROOT).returncode:
         sys.exit("cannot build the tests")
     cores = len(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(args.busy * cores)]
@@ -36,7 +36,7 @@ def main():
     try:
         for run in range(1, args.times + 1):
             begun = time.monotonic()
-            status = subprocess.run([*test, *more.split()], cwd=ROOT).returncode
+            status = subprocess.run(test, cwd=ROOT).returncode
             failed += status != 0
             alive = sum(process.poll() is None for process in busy)
             print(f"run {run} of {args.times} beside {alive} busy processes on {cores} cores: "

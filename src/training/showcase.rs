@@ -3,7 +3,7 @@
 //! evaluation answers them.
 
 use crate::data::{Example, Tokenizer};
-use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
+use crate::engine::{Engine, RunSummary, TokenSampler};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::parallel::ShardingStrategy;
 use crate::planning::Plan;
@@ -130,7 +130,7 @@ impl Showcase {
     /// The device or a peer failed.
     fn answers(&self, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
         let answer = |question: &Question| {
-            let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+            let mut greedy = TokenSampler::greedy();
             let stop = tokenizer.eos_ids();
             let ids = engine.generate(&question.prompt, self.tokens, &mut greedy, stop, &mut |_| Ok(true))?;
             Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))

@@ -11,6 +11,7 @@
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/at_work.rs"]
 mod at_work;
+#[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/exhaustive.rs"]
 mod exhaustive;
 #[allow(dead_code, reason = "each test binary uses its part")]
@@ -27,6 +28,9 @@ mod logits;
 #[path = "../support/place.rs"]
 mod place;
 #[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/planned_run.rs"]
+mod planned_run;
+#[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/pseudo_terminal.rs"]
 mod pseudo_terminal;
 #[path = "../support/skipped.rs"]
@@ -41,7 +45,6 @@ mod export;
 mod generate;
 mod gguf_base;
 mod packed_bases;
-mod packed_bases_kept;
 mod plan;
 mod quantize;
 mod train;

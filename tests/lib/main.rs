@@ -46,7 +46,6 @@ mod rendezvous;
 mod report;
 mod report_page;
 mod saving;
-mod second_oracle;
 mod stages;
 mod traffic;
 mod training;

@@ -10,7 +10,7 @@ use crate::logits;
 use crate::place::tiny_models;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, Sample};
-use finetune::engine::{Engine, LogitsProcessor, MicroStep, Sampling};
+use finetune::engine::{Engine, MicroStep, TokenSampler};
 use finetune::error::Result;
 use finetune::loading::{BaseModel, EngineOptions, Trains};
 use finetune::model::{AdapterSwitch, ModelConfig, settle};
@@ -279,7 +279,7 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
                 .collect()
         };
         let (prompt, wanted) = (list("prompt_ids"), list("new_ids"));
-        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+        let mut greedy = TokenSampler::greedy();
         let engine = engine(name, Attention::Flash, Trains::Nothing);
         let ours = engine.generate(&prompt, wanted.len(), &mut greedy, &[], &mut |_| Ok(true))?;
         assert_eq!(ours, wanted, "{name}");
@@ -400,7 +400,7 @@ fn bf16_is_close() -> Result<()> {
 /// Checks that sixteen generated tokens, past the golden models' original context of 16, follow
 /// from the logits of the whole text.
 fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &str) -> Result<()> {
-    let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+    let mut greedy = TokenSampler::greedy();
     let made = engine.generate(prompt, 16, &mut greedy, &[], &mut |_| Ok(true))?;
     let text = [prompt, &made[..]].concat();
     for (len, made) in (prompt.len()..).zip(&made) {

@@ -8,7 +8,7 @@ use crate::logits;
 use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
-use finetune::engine::{LogitsProcessor, Sampling, Trainer, TrainerOptions};
+use finetune::engine::{TokenSampler, Trainer, TrainerOptions};
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::ops::stochastic_rounding::StochasticRounding;
@@ -58,7 +58,7 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
     }
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
     let logits = trainer.engine.logits(&batch(0), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
-    let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+    let mut greedy = TokenSampler::greedy();
     let text = trainer.engine.generate(&[5, 6, 7], 8, &mut greedy, &[], &mut |_| Ok(true)).unwrap();
     let evaluation = trainer.engine.evaluate([batch(0)].into_iter(), |_| ()).unwrap();
     let saved = trainer.snapshot(true).unwrap();

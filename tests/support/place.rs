@@ -99,3 +99,9 @@ pub(crate) fn lora<'a>(more: &[&'a str]) -> Vec<&'a str> {
     args.extend(more);
     args
 }
+
+/// Returns a command line with another output folder.
+pub(crate) fn into<'a>(output: &'a str, mut args: Vec<&'a str>) -> Vec<&'a str> {
+    args.iter_mut().filter(|word| **word == "out").for_each(|word| *word = output);
+    args
+}

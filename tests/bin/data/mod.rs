@@ -3,7 +3,6 @@
 mod chat_forms;
 mod chats;
 mod files;
-mod hostile_rows;
 mod sources;
 mod templates;
 mod tokenizer_dropout;

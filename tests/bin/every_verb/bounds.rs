@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::place::{Place, lora};
 #[cfg(target_os = "linux")]
-use crate::plan::planning::{meminfo, resized, write_headers};
+use crate::planned_run::{meminfo, resized, write_headers};
 
 /// Returns the output of a command that must be refused.
 fn refused(place: &Place, args: &[&str]) -> String {

@@ -4,7 +4,6 @@ mod addresses;
 mod bad_input;
 mod base_identity;
 mod bounds;
-mod docs;
 mod every_byte_of_a_base;
 mod foreign;
 mod help;

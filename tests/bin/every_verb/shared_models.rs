@@ -11,7 +11,7 @@ use crate::logits;
 use crate::skipped::skipped;
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, Sample, Tokenizer};
-use finetune::engine::{Engine, LogitsProcessor, Sampling};
+use finetune::engine::{Engine, TokenSampler};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
@@ -105,7 +105,7 @@ fn prompts_logits_and_continuations_equal_transformers() -> Result<()> {
         let at = f64::from(last[largest[0] as usize]);
         assert!((at - largest[1]).abs() < 1e-4, "{}: {at} {largest:?}", model.name);
 
-        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+        let mut greedy = TokenSampler::greedy();
         let mut wanted = model.ids("greedy_ids_40_new");
         // The reference includes the token that ends a text; finetune's continuation ends before
         // it.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::place::{Place, golden};
 #[cfg(target_os = "linux")]
-use crate::plan::planning::{peak, write_headers};
+use crate::planned_run::{peak, write_headers};
 
 /// Llama shapes: name, hidden size, MLP, layers, heads, key-value heads, vocabulary, tied.
 pub(crate) const SHAPES: [(&str, [u64; 6], bool); 7] = [

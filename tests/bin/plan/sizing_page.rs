@@ -1,4 +1,4 @@
-//! Statements of docs/sizing.md beyond the command output that tests/bin/every_verb/docs.rs compares:
+//! Statements of docs/sizing.md beyond the command output that tests/runs/docs.rs compares:
 //! sentences with figures, and the table of planned and actual runs.
 
 use std::fs;

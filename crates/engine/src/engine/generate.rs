@@ -107,43 +107,44 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{LogitsProcessor, Sampling};
+    use crate::engine::{SamplingOptions, TokenSampler};
 
     const LOGITS: [f32; 4] = [0.0, 2.0, 1.0, 2.0];
 
-    fn sampler(seed: u64, sampling: Sampling) -> LogitsProcessor {
-        LogitsProcessor::from_sampling(seed, sampling)
+    /// Returns a sampler of temperature 1.
+    fn warm(seed: u64, top_p: f64) -> TokenSampler {
+        TokenSampler::new(SamplingOptions { temperature: 1.0, top_p, ..SamplingOptions::default() }, seed)
     }
 
     /// Returns `count` tokens chosen from [`LOGITS`].
-    fn chosen(mut sampler: LogitsProcessor, count: usize) -> Result<Vec<u32>> {
+    fn chosen(mut sampler: TokenSampler, count: usize) -> Result<Vec<u32>> {
         (0..count).map(|_| sampler.choose(LOGITS.to_vec(), &[])).collect()
     }
 
     #[test]
     fn the_lowest_of_the_likeliest_tokens_is_the_greedy_choice() -> Result<()> {
-        assert_eq!(chosen(sampler(0, Sampling::ArgMax), 3)?, [1; 3]);
+        assert_eq!(chosen(TokenSampler::greedy(), 3)?, [1; 3]);
         Ok(())
     }
 
     #[test]
     fn tokens_are_as_frequent_as_their_probabilities() -> Result<()> {
         let mut counts = [0usize; 4];
-        for token in chosen(sampler(3, Sampling::All { temperature: 1.0 }), 20_000)? {
+        for token in chosen(warm(3, 1.0), 20_000)? {
             counts[token as usize] += 1;
         }
         let total: f64 = LOGITS.iter().map(|&l| f64::from(l).exp()).sum();
         for (count, logit) in counts.iter().zip(LOGITS) {
             assert!((*count as f64 / 20_000.0 - f64::from(logit).exp() / total).abs() < 0.015, "{counts:?}");
         }
-        let narrow = chosen(sampler(3, Sampling::TopP { p: 0.5, temperature: 1.0 }), 1000)?;
+        let narrow = chosen(warm(3, 0.5), 1000)?;
         assert!(narrow.iter().all(|token| matches!(token, 1 | 3)), "{narrow:?}");
         Ok(())
     }
 
     #[test]
     fn equal_seeds_choose_equal_tokens() -> Result<()> {
-        let warm = |seed| chosen(sampler(seed, Sampling::All { temperature: 1.0 }), 64);
+        let warm = |seed| chosen(warm(seed, 1.0), 64);
         assert_eq!(warm(7)?, warm(7)?);
         assert_ne!(warm(7)?, warm(8)?);
         Ok(())
@@ -152,8 +153,8 @@ mod tests {
     #[test]
     fn logits_that_are_not_numbers_are_refused() {
         for broken in [f32::NAN, f32::INFINITY] {
-            for sampling in [Sampling::ArgMax, Sampling::All { temperature: 1.0 }] {
-                assert!(sampler(0, sampling).choose(vec![0.0, broken], &[]).is_err());
+            for mut sampler in [TokenSampler::greedy(), warm(0, 1.0)] {
+                assert!(sampler.choose(vec![0.0, broken], &[]).is_err());
             }
         }
     }

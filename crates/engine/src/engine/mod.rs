@@ -32,7 +32,7 @@ use candle_core::{Device, Tensor};
 pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
-pub use sampling::{LogitsProcessor, NextToken, Sampling, SamplingOptions, TokenSampler};
+pub use sampling::{NextToken, SamplingOptions, TokenSampler};
 pub use stage::{ForwardState, Stage, StageGradients, StageInput, StageOutput};
 pub use stop_text::StopSearch;
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};

@@ -5,13 +5,16 @@
 //! `generation/utils.py`: repetition penalty, temperature, top-k, top-p, min-p. A greedy choice
 //! applies only the repetition penalty.
 
-use candle_core::{Device, Tensor};
-pub use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_core::{D, Device, Tensor};
+use rand::distr::Distribution;
+use rand::distr::weighted::WeightedIndex;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::rng::splitmix64;
 
-/// Temperatures below this value choose the likeliest token, as [`LogitsProcessor::new`] does.
+/// Temperatures below this value choose the likeliest token.
 const GREEDY_BELOW: f64 = 1e-7;
 
 /// A source of next tokens for [`Engine::generate`](super::Engine::generate).
@@ -22,13 +25,6 @@ pub trait NextToken {
     /// # Errors
     /// The logits are not finite numbers.
     fn choose(&mut self, logits: Vec<f32>, context: &[u32]) -> Result<u32>;
-}
-
-impl NextToken for LogitsProcessor {
-    fn choose(&mut self, logits: Vec<f32>, _: &[u32]) -> Result<u32> {
-        check_finite(&logits)?;
-        Ok(self.sample(&on_cpu(logits)?)?)
-    }
 }
 
 /// The settings of a choice; the default is greedy.
@@ -117,17 +113,18 @@ impl SamplingOptions {
 /// Equal options, seeds and logits choose equal tokens on every rank.
 pub struct TokenSampler {
     options: SamplingOptions,
-    processor: LogitsProcessor,
+    random: StdRng,
 }
 
 impl TokenSampler {
     /// Creates a sampler whose random numbers depend only on `seed`.
     pub fn new(options: SamplingOptions, seed: u64) -> Self {
-        let sampling = match options.temperature {
-            _ if options.is_greedy() => Sampling::ArgMax,
-            temperature => Sampling::All { temperature },
-        };
-        TokenSampler { options, processor: LogitsProcessor::from_sampling(seed, sampling) }
+        TokenSampler { options, random: StdRng::seed_from_u64(seed) }
+    }
+
+    /// Creates a sampler that chooses the likeliest token.
+    pub fn greedy() -> Self {
+        Self::new(SamplingOptions::default(), 0)
     }
 
     /// Creates the sampler of answer `sample`, counted from 0. Its random numbers depend only on
@@ -143,16 +140,22 @@ impl NextToken for TokenSampler {
         check_finite(&logits)?;
         let options = &self.options;
         options.penalize(&mut logits, context);
-        if !options.is_greedy() {
-            options.keep_top_k(&mut logits);
+        if options.is_greedy() {
+            return Ok(Tensor::new(logits, &Device::Cpu)?.argmax(D::Minus1)?.to_scalar()?);
         }
-        Ok(self.processor.sample_f(&on_cpu(logits)?, |shares| options.truncate(shares))?)
+        options.keep_top_k(&mut logits);
+        let logits = (Tensor::new(logits, &Device::Cpu)? / options.temperature)?;
+        let mut shares = candle_nn::ops::softmax_last_dim(&logits)?.to_vec1()?;
+        options.truncate(&mut shares);
+        draw(&shares, &mut self.random)
     }
 }
 
-fn on_cpu(logits: Vec<f32>) -> Result<Tensor> {
-    let vocab = logits.len();
-    Ok(Tensor::from_vec(logits, vocab, &Device::Cpu)?)
+/// Draws an index with a probability proportional to its weight.
+fn draw(weights: &[f32], random: &mut impl Rng) -> Result<u32> {
+    let weighted = WeightedIndex::new(weights)
+        .map_err(|error| Error::internal(format!("the probabilities of the tokens: {error}")))?;
+    Ok(weighted.sample(random) as u32)
 }
 
 fn check_finite(logits: &[f32]) -> Result<()> {
@@ -278,18 +281,22 @@ mod tests {
         Ok(())
     }
 
-    /// With only the options of candle's sampler, the tokens equal its tokens, whose seeds users
-    /// have recorded.
+    /// These are the tokens of candle-transformers' `LogitsProcessor`, which chose them in earlier
+    /// versions: users have recorded seeds.
     #[test]
     fn temperature_and_top_p_choose_as_candles_sampler() -> Result<()> {
-        for (temperature, top_p) in [(0.0, 1.0), (1e-8, 0.5), (0.7, 1.0), (1.3, 0.6), (1.0, 1e-60)] {
+        let cases = [
+            (0.0, 1.0, "000000000000000000000000000000000000000000000000"),
+            (1e-8, 0.5, "000000000000000000000000000000000000000000000000"),
+            (0.7, 1.0, "001222100012031202120022200312120112020020220013"),
+            (1.3, 0.6, "000111100001010101010011100101110111010010110010"),
+            (1.0, 1e-60, "000000000000000000000000000000000000000000000000"),
+        ];
+        for (temperature, top_p, wanted) in cases {
             let options = SamplingOptions { temperature, top_p, ..SamplingOptions::default() };
-            let mut ours = TokenSampler::of_sample(options, 11, 0);
-            let share = (top_p < 1.0).then_some(top_p.max(f64::from(f32::MIN_POSITIVE)));
-            let mut theirs = LogitsProcessor::new(11, Some(temperature), share);
-            for _ in 0..200 {
-                let chosen = ours.choose(LOGITS.to_vec(), &CONTEXT)?;
-                assert_eq!(chosen, NextToken::choose(&mut theirs, LOGITS.to_vec(), &CONTEXT)?);
+            let mut sampler = TokenSampler::of_sample(options, 11, 0);
+            for wanted in wanted.chars() {
+                assert_eq!(Some(sampler.choose(LOGITS.to_vec(), &CONTEXT)?), wanted.to_digit(10));
             }
         }
         Ok(())

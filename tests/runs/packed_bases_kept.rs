@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::exhaustive::each_third;
 use crate::place::{Place, copy_folder, golden, lora};
-use crate::plan::planning::{between, bytes, peak, resized, train, write_text};
+use crate::planned_run::{between, bytes, peak, resized, train, write_text};
 use finetune::model::{ModelConfig, parameters};
 use finetune::weights::ModelFiles;
 use insta::assert_snapshot;
