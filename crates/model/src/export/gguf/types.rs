@@ -120,12 +120,15 @@ impl Mixture {
     pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
         let default = self.kind.default_type();
         let &[.., _, row] = shape else { return (BlockType::F32, BlockType::F32) };
-        let is_exact = name.ends_with(".bias") || name.contains("ssm_conv1d");
+        let is_exact = name.ends_with(".bias") || name.contains("ssm_conv1d") || name.contains("shortconv.conv");
         if is_exact || name.ends_with("ffn_gate_inp.weight") {
             return (BlockType::F32, BlockType::F32);
         }
         if !default.is_quantized() {
             return (default, default);
+        }
+        if name == "per_layer_model_proj.weight" {
+            return (BlockType::BF16, BlockType::BF16);
         }
         let wanted = self.wanted(default, name, row);
         (or_smaller_blocks(wanted, row), wanted)
@@ -138,7 +141,8 @@ impl Mixture {
             None => (0, name),
         };
         match part {
-            "output.weight" | "token_embd.weight" if part == "output.weight" || self.tied => match default {
+            "output.weight" | "token_embd.weight" | "per_layer_token_embd.weight"
+                if part == "output.weight" || self.tied => match default {
                 _ if !default.divides(row) => BlockType::Q8_0,
                 BlockType::Q8_0 => BlockType::Q8_0,
                 _ => BlockType::Q6K,

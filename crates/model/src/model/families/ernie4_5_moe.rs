@@ -20,7 +20,7 @@ pub(super) static ERNIE4_5_MOE: Architecture = Architecture {
     router_bias_is_row: true,
     gguf: GgufFacts {
         reads_o_bias: true,
-        experts: Some(GgufExperts { has_dense_layers: true, ..GgufExperts::USUAL }),
+        experts: Some(GgufExperts { has_dense_layers: true, has_step: true, ..GgufExperts::USUAL }),
         ..GgufFacts::usual("ernie4_5-moe")
     },
     ..parts::architecture("ernie4_5_moe", &["ernie4_5_moe"], compose)

@@ -64,7 +64,7 @@ use serde_json::Value;
 
 pub use architecture::Architecture;
 pub use gguf_facts::{
-    GgufDelta, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
+    GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
     GgufSoftcap, GgufWindows,
 };
 
