@@ -177,7 +177,10 @@ fn blocks_that_predict_further_tokens_are_left_alone() {
                 }
             }
         });
-        let wanted = format!("{} tensors that predict further tokens (`nextn`) are neither used nor written", 2 * further);
+        let wanted = format!(
+            "{} tensors that predict further tokens (`nextn`) are neither used nor written",
+            2 * further
+        );
         assert_eq!(exported.is_in(&file), [wanted.as_str()], "{name}");
         // Without the key they are no part of the model.
         let file = exported.changed(|contents| contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix));

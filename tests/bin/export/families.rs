@@ -241,7 +241,7 @@ fn together(folder: &Path) -> BTreeMap<String, Array> {
 /// The tensors of llama.cpp that a stored one becomes.
 fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(String, Array)> {
     let size = |key: &str| config[key].as_u64().unwrap() as usize;
-    let columns = *array.0.last().unwrap();
+    let columns = array.0.last().copied().unwrap_or(1);
     let ours = named(model, name);
     let one = |array: Array| vec![(ours.clone(), array)];
     let place = |part: &str| format!("{}.{part}", ours.split('.').take(2).collect::<Vec<_>>().join("."));
@@ -581,6 +581,13 @@ fn mixers_have_their_keys() {
         let wanted = [0, 1].map(|layer| tensors[&format!("model.layers.{layer}.mlp.act_fn.{key}")].1[0]);
         assert_eq!(found, wanted, "{key}");
     }
+    // Latents have an epsilon of their own.
+    let place = tempfile::tempdir().unwrap();
+    for (model, has_note) in [("tiny-glm4-moe-lite", true), ("tiny-deepseek-v3", false)] {
+        let folder = golden("families/models").join(model);
+        let notes = export(&folder, "bf16", &place.path().join(model)).unwrap().notes;
+        assert_eq!(notes.iter().any(|note| note.contains("1e-5 instead of 1e-6")), has_note, "{notes:?}");
+    }
     // Hunyuan's base, stretched once: 10000 · 1000^(16 / 14).
     let (_place, read) = exported(&golden("families/models/tiny-hunyuan"), "bf16");
     let base = read.value("hunyuan-dense.rope.freq_base").to_f32().unwrap();
@@ -618,7 +625,11 @@ fn other_mixers_are_refused() {
     refuses("tiny-lfm2-moe", "routed_scaling_factor", json!(1.5), "scores by Sigmoid with a factor of 1.5");
     refuses("tiny-gemma4-e2b", "num_kv_shared_layers", json!(3), "keys and values of layer 2 in layer 4");
     for (key, value, fault) in [
-        ("attention_chunk_size", json!(12), "`attention_chunk_size` is 12; llama.cpp's llama4 has blocks of 8192"),
+        (
+            "attention_chunk_size",
+            json!(12),
+            "`attention_chunk_size` is 12; llama.cpp's llama4 has blocks of 8192",
+        ),
         ("attention_chunk_size", Json::Null, "`attention_chunk_size` is null"),
         ("floor_scale", json!(8), "grow by 0.1 at each 8 ("),
         ("attn_temperature_tuning", json!(false), "do not grow"),
@@ -628,7 +639,8 @@ fn other_mixers_are_refused() {
         let folder = changed("tiny-llama4", |config| {
             blocks_of_llama4(config);
             if key == "attention_chunk_size" && value.is_null() {
-                config["layer_types"] = json!(["full_attention"; 4]);
+                config["layer_types"] =
+                    json!(["full_attention", "full_attention", "full_attention", "full_attention"]);
             }
             config[key] = value.clone();
         });
@@ -660,6 +672,19 @@ fn an_adapter_on_experts_is_stacked() {
     assert!(read.values(&format!("{gate}.lora_a")) == read.values(&format!("{up}.lora_a")));
     let (gates, ups) = (read.values(&format!("{gate}.lora_b")), read.values(&format!("{up}.lora_b")));
     assert!(gates != ups && gates.len() == ups.len());
+    // Halves of Llama 4's: gates come first.
+    let path = place.path().join("l.gguf");
+    write("tiny-llama4", "lora_experts_llama4", &path).unwrap();
+    let read = Read::open(&path);
+    let [gate, up, down] = ["gate", "up", "down"].map(|part| format!("blk.1.ffn_{part}_exps.weight"));
+    let dims = |name: String| read.content.tensor_infos[&name].shape.dims().to_vec();
+    let rank = dims(format!("{gate}.lora_a"))[1];
+    for (name, inputs, rows) in [(&gate, 64, 32), (&up, 64, 32), (&down, 32, 64)] {
+        assert_eq!(dims(format!("{name}.lora_a")), [4, rank, inputs], "{name}");
+        assert_eq!(dims(format!("{name}.lora_b")), [4, rows, rank], "{name}");
+    }
+    assert!(read.values(&format!("{gate}.lora_a")) == read.values(&format!("{up}.lora_a")));
+    assert!(read.values(&format!("{gate}.lora_b")) != read.values(&format!("{up}.lora_b")));
     for (model, name, fault) in [
         ("tiny-deepseek-v3", "lora_deepseek-v3", "which llama.cpp computes without adapters"),
         ("tiny-gemma4-moe", "lora_experts_gemma4-moe", "leaves out the factor of each expert"),

@@ -132,7 +132,9 @@ impl GgufVocabulary {
             return Err(format!("two tokens are {twice:?}"));
         }
         match &self.kind {
-            VocabularyKind::Bytes { merges, .. } | VocabularyKind::Merged { merges } if merges.len() > MAX_MERGES => {
+            VocabularyKind::Bytes { merges, .. } | VocabularyKind::Merged { merges }
+                if merges.len() > MAX_MERGES =>
+            {
                 Err(format!("it has {} merges; accepted: up to {MAX_MERGES}", merges.len()))
             }
             VocabularyKind::Pieces { scores, .. }
@@ -295,6 +297,25 @@ mod tests {
         assert_eq!(tokenizer.get_vocab_size(true), 5);
         assert_eq!(files.config["chat_template"], "{{ messages }}");
         assert_eq!(files.config["bos_token"], "<s>");
+    }
+
+    /// Gemma 4: spaces as `▁`, merges in their order, bytes for unknown letters.
+    #[test]
+    fn pieces_with_merges_keep_their_order() {
+        let tokens = ["<bos>", "a", "b", "ab", "▁", "▁a", "<0x0A>", "<unk>"];
+        let merges = ["▁ a", "a b"].map(str::to_owned).into();
+        let merged = GgufVocabulary {
+            kind: VocabularyKind::Merged { merges },
+            tokens: tokens.map(str::to_owned).into(),
+            types: vec![3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 3.0],
+            special: BTreeMap::from([("bos_token", 0), ("unk_token", 7)]),
+            ..vocabulary(&[])
+        };
+        let files = merged.files(&Map::new()).unwrap();
+        let tokenizer = tokenizers::Tokenizer::from_bytes(files.json).unwrap();
+        assert_eq!(tokenizer.encode("ab ab\n", true).unwrap().get_ids(), [0, 3, 5, 2, 6]);
+        let kind = VocabularyKind::Merged { merges: vec!["ab".to_owned()] };
+        assert!(GgufVocabulary { kind, ..merged }.files(&Map::new()).unwrap_err().contains("no pair"));
     }
 
     #[test]

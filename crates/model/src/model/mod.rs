@@ -53,8 +53,8 @@ pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
 pub(crate) use families::families;
 pub use families::{
-    Architecture, GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions, GgufSeventyB,
-    GgufSliding, GgufSoftcap, GgufWindows,
+    Architecture, GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions,
+    GgufSeventyB, GgufSliding, GgufSoftcap, GgufWindows,
 };
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};

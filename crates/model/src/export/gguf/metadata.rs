@@ -69,7 +69,7 @@ pub(super) fn describe(
     });
     if let Some(eps) = latent.filter(|eps| *eps != config.norm.eps) {
         description.notes.push(format!(
-            "llama.cpp's {arch} computes the norms of latents with the epsilon of the others, {} instead of {eps}: its results differ slightly",
+            "llama.cpp's {arch} computes the norms of latents with the epsilon of the others, {:e} instead of {eps:e}: its results differ slightly",
             config.norm.eps
         ));
     }
@@ -97,7 +97,9 @@ fn refuse_other_blocks(config: &ModelConfig, length: usize, arch: &str) -> Resul
         return Ok(());
     }
     let found = other.map_or("null".to_owned(), |other| other.to_string());
-    Err(refused(format!("`attention_chunk_size` is {found}; llama.cpp's {arch} has blocks of {length} tokens")))
+    Err(refused(format!(
+        "`attention_chunk_size` is {found}; llama.cpp's {arch} has blocks of {length} tokens"
+    )))
 }
 
 /// Sets the factors of an architecture that has keys for them.

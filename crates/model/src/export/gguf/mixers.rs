@@ -7,7 +7,8 @@ use super::description::{count, refused};
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::Result;
 use crate::model::{
-    DeltaMixer, Experts, GgufExperts, HiddenNorm, LatentMixer, ModelConfig, ResidualPlan, TokenMixer};
+    DeltaMixer, Experts, GgufExperts, HiddenNorm, LatentMixer, ModelConfig, ResidualPlan, TokenMixer,
+};
 use crate::ops::experts::RouterScores;
 
 /// llama.cpp's numbers of the functions of a router's logits.
@@ -62,8 +63,7 @@ fn heads(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Resul
     let full = of(false).filter(|_| own).map_or(config.heads, |mixer| mixer.heads);
     set(arch, metadata, &[("attention.head_count", full.num_heads)])?;
     // A layer without key heads is a convolution.
-    let key_heads =
-        |mixer: &TokenMixer| mixer.attention().map_or(0, |mixer| mixer.heads.num_kv_heads as i32);
+    let key_heads = |mixer: &TokenMixer| mixer.attention().map_or(0, |mixer| mixer.heads.num_kv_heads as i32);
     if own || config.family.gguf.has_short_convs {
         let counts = config.blocks.iter().map(|block| key_heads(&block.token_mixer)).collect();
         metadata.set(format!("{arch}.attention.head_count_kv"), MetadataValue::I32s(counts));

@@ -68,7 +68,9 @@ impl TensorPlace {
         match part {
             // The factor on the shared expert is a vector.
             ModelPart::Block { part: BlockPart::SharedFactor, .. } => drop(shape.remove(0)),
-            ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } => drop(shape.remove(1)),
+            ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } => {
+                drop(shape.remove(1))
+            }
             // Some checkpoints have it as one row.
             ModelPart::Block { part: BlockPart::RouterBias, .. } => shape = vec![shape.iter().product()],
             _ => {}

@@ -269,6 +269,12 @@ mod tests {
             assert_eq!(found, Ok(known));
         }
         assert!(of_name("kimi-k2").is_none() && of_name("default").is_none());
+        // GLM-4's first files merge always; none of its files begin a text with BOS on their own.
+        let flags = ["glm4", "chatglm-bpe", "lfm2"].map(|name| {
+            let rules = of_name(name).expect("a known name");
+            (rules.ignores_merges, rules.adds_bos)
+        });
+        assert_eq!(flags, [(true, false), (false, false), (true, true)]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
-use super::sizes::{MOST_WIDE, ModelSizes};
+use super::sizes::{self, MOST_WIDE, ModelSizes};
 use super::{deepseek_v3, parts};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
@@ -16,6 +16,7 @@ const LEAST_SUM: f64 = 1e-6;
 
 pub(super) static ERNIE4_5_MOE: Architecture = Architecture {
     ties_embeddings: true,
+    num_kv_heads: Some(sizes::key_heads_or::<4>),
     module_name,
     router_bias_is_row: true,
     gguf: GgufFacts {

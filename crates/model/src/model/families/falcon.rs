@@ -31,6 +31,14 @@ pub(super) static FALCON: Architecture = Architecture {
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     parts::refuse_other_heads(keys, sizes)?;
+    // transformers 5.24 takes it for the width, whatever `hidden_size` is.
+    if let Some(width) = keys.opt_usize("n_embed")?.filter(|width| *width != sizes.hidden_size) {
+        return Err(refused(
+            "n_embed",
+            width,
+            &format!("hidden_size, {}, or no such key", sizes.hidden_size),
+        ));
+    }
     if keys.bool_or("alibi", false)? {
         return Err(refused("alibi", true, "false, null, no such key"));
     }

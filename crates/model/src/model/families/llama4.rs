@@ -3,9 +3,7 @@
 //! shared one.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::{
-    GgufExperts, GgufFacts, GgufGrowth, GgufNoPositions, GgufSliding, GgufWindows,
-};
+use super::gguf_facts::{GgufExperts, GgufFacts, GgufGrowth, GgufNoPositions, GgufSliding, GgufWindows};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use super::{parts, smollm3};
 use crate::error::Result;
