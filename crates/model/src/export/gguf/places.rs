@@ -69,7 +69,7 @@ impl TensorPlace {
             // The factor on the shared expert is a vector.
             ModelPart::Block { part: BlockPart::SharedFactor, .. } => drop(shape.remove(0)),
             ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } => {
-                drop(shape.remove(1))
+                shape.remove(1);
             }
             // Some checkpoints have it as one row.
             ModelPart::Block { part: BlockPart::RouterBias, .. } => shape = vec![shape.iter().product()],

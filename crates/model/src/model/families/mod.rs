@@ -281,7 +281,7 @@ mod tests {
         }
     }
 
-    /// The defaults of transformers 5.24's configuration classes.
+    /// The defaults of transformers 5.24's configuration classes, and keys that it reads otherwise.
     #[test]
     fn key_heads_have_their_familys_default() {
         let of = |model_type: &str, changes: &[(&str, Value)]| {
@@ -302,6 +302,12 @@ mod tests {
             assert_eq!(of(model_type, &[]).expect("a model"), count, "{model_type}");
             let null = [("num_key_value_heads", Value::Null)];
             assert_eq!(of(model_type, &null).expect("a model"), 16, "{model_type}");
+        }
+        for model_type in ["falcon", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5_moe"] {
+            let partial = |part: f64| of(model_type, &[("partial_rotary_factor", json!(part))]);
+            assert!(partial(1.0).is_ok(), "{model_type}");
+            let refused = partial(0.5).expect_err("transformers rotates whole heads").to_string();
+            assert!(refused.contains("partial_rotary_factor"), "{refused}");
         }
         let falcon = |width: usize| of("falcon", &[("n_embed", json!(width))]);
         assert!(falcon(128).is_ok());
