@@ -84,7 +84,7 @@ fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
         return count("feed_forward_length", width);
     }
     let widths = config.blocks.iter().map(|block| block.channel_mixer.mlp_width(width));
-    let widths = widths.map(|width| i32::try_from(width)).collect::<std::result::Result<Vec<_>, _>>();
+    let widths = widths.map(i32::try_from).collect::<std::result::Result<Vec<_>, _>>();
     let too_wide = |_| refused(format!("its MLPs are wider than {}", i32::MAX));
     widths.map(MetadataValue::I32s).map_err(too_wide)
 }

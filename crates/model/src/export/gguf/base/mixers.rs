@@ -127,12 +127,8 @@ fn own_heads(
     let inputs = keys.size("embedding_length_per_layer_input")?.unwrap_or(0);
     let rows = keys.file.tensor("token_embd.weight").and_then(|table| table.shape.first());
     // The values of full attention, of which the last layers may have none of their own.
-    let owners = slides.iter().take(layers.saturating_sub(readers));
-    let shares = owners
-        .enumerate()
-        .filter(|(_, slides)| !**slides)
-        .last()
-        .is_some_and(|(layer, _)| keys.file.tensor(&format!("blk.{layer}.attn_v.weight")).is_none());
+    let last = slides.iter().take(layers.saturating_sub(readers)).rposition(|slides| !slides);
+    let shares = last.is_some_and(|layer| keys.file.tensor(&format!("blk.{layer}.attn_v.weight")).is_none());
     let count = of(true).or(of(false));
     for (key, value) in [
         ("head_dim", sliding.into()),
