@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::logits::floats;
 
-fn golden(path: &str) -> PathBuf {
+pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn described(file: &Path) -> TempDir {
     folder
 }
 
-fn config(folder: &Path) -> ModelConfig {
+pub(crate) fn config(folder: &Path) -> ModelConfig {
     let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
     ModelConfig::from_json(&text, "config.json").unwrap()
 }
@@ -96,7 +96,7 @@ const DIFFERING: [(&str, &[&str], &[&str]); 7] = [
 const ROPES: &str = "rope_theta and rope_scaling";
 
 /// Checks that the model in `folder` is that in `file`.
-fn is_the_same(name: &str, folder: &Path, own: &ModelConfig, files: &ModelFiles, file: &Path) {
+pub(crate) fn is_the_same(name: &str, folder: &Path, own: &ModelConfig, files: &ModelFiles, file: &Path) {
     let described = described(file);
     let again = config(described.path());
     let (_, keys, modules) = DIFFERING.into_iter().find(|(model, ..)| *model == name).unwrap_or_default();
@@ -158,8 +158,8 @@ fn exported_models_are_themselves_again() {
     read.dedup();
     assert_eq!(
         read.join(" "),
-        "arcee command-r deepseek2 ernie4_5 ernie4_5-moe falcon gemma2 gemma3 gemma4 glm4 glm4moe gpt-oss gptneox \
-         granite granitemoe hunyuan-dense hunyuan-moe llama minimax-m2 mistral3 mistral4 olmo2 olmoe phi3 qwen2 \
+        "apertus arcee command-r deepseek2 ernie4_5 ernie4_5-moe falcon gemma2 gemma3 gemma4 glm4 glm4moe gpt-oss gptneox \
+         granite granitemoe hunyuan-dense hunyuan-moe lfm2 llama minimax-m2 mistral3 mistral4 olmo2 olmoe phi3 qwen2 \
          qwen2moe qwen3 qwen35 qwen35moe seed_oss smollm3 stablelm starcoder2"
     );
 }

@@ -27,6 +27,7 @@ mod data;
 mod experts;
 mod facade;
 mod gguf_base;
+mod gguf_of_llama_cpp;
 mod hangs;
 mod hub;
 mod launch;

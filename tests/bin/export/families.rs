@@ -9,7 +9,8 @@ use super::*;
 type Change = fn(&mut Json);
 
 /// Golden models and their architectures, with the change of config.json that llama.cpp needs.
-const MODELS: [(&str, &str, Option<Change>); 24] = [
+const MODELS: [(&str, &str, Option<Change>); 29] = [
+    ("tiny-apertus", "apertus", None),
     ("tiny-arcee", "arcee", None),
     ("tiny-cohere", "command-r", None),
     ("tiny-cohere2", "cohere2", Some(|config| config["head_dim"] = json!(12))),
@@ -18,6 +19,7 @@ const MODELS: [(&str, &str, Option<Change>); 24] = [
     ("tiny-falcon", "falcon", None),
     ("tiny-falcon-7b", "falcon", None),
     ("tiny-gemma4", "gemma4", None),
+    ("tiny-gemma4-e2b", "gemma4", None),
     ("tiny-gemma4-moe", "gemma4", None),
     ("tiny-glm4-moe", "glm4moe", None),
     ("tiny-glm4-moe-lite", "deepseek2", None),
@@ -26,6 +28,9 @@ const MODELS: [(&str, &str, Option<Change>); 24] = [
     ("tiny-granitemoe", "granitemoe", None),
     ("tiny-hunyuan", "hunyuan-dense", None),
     ("tiny-hunyuan-moe", "hunyuan-moe", None),
+    ("tiny-lfm2", "lfm2", None),
+    ("tiny-lfm2-moe", "lfm2moe", Some(|config| config["routed_scaling_factor"] = json!(1.0))),
+    ("tiny-llama4", "llama4", Some(blocks_of_llama4)),
     ("tiny-minimax-m2", "minimax-m2", None),
     ("tiny-mistral4", "mistral4", None),
     ("tiny-nemotron", "nemotron", Some(|config| config["head_dim"] = json!(12))),
@@ -36,8 +41,41 @@ const MODELS: [(&str, &str, Option<Change>); 24] = [
     ("tiny-starcoder2", "starcoder2", None),
 ];
 
+/// The numbers of Llama 4 that no key changes.
+fn blocks_of_llama4(config: &mut Json) {
+    config["attention_chunk_size"] = json!(8192);
+    config["floor_scale"] = json!(8192);
+    config["attn_scale"] = json!(0.1);
+}
+
 /// The last parts of names, from the longest.
-const NAMES: [(&str, &str); 66] = [
+const NAMES: [(&str, &str); 92] = [
+    ("feed_forward.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("feed_forward.shared_expert.down_proj", "ffn_down_shexp"),
+    ("feed_forward.shared_expert.up_proj", "ffn_up_shexp"),
+    ("feed_forward.experts.w1", "ffn_gate_exps"),
+    ("feed_forward.experts.w2", "ffn_down_exps"),
+    ("feed_forward.experts.w3", "ffn_up_exps"),
+    ("feed_forward.expert_bias", "exp_probs_b.bias"),
+    ("feed_forward.router", "ffn_gate_inp"),
+    ("feed_forward.gate_proj", "ffn_gate"),
+    ("feed_forward.down_proj", "ffn_down"),
+    ("feed_forward.up_proj", "ffn_up"),
+    ("feed_forward.gate", "ffn_gate_inp"),
+    ("feed_forward.w1", "ffn_gate"),
+    ("feed_forward.w2", "ffn_down"),
+    ("feed_forward.w3", "ffn_up"),
+    ("self_attn.out_proj", "attn_output"),
+    ("self_attn.q_layernorm", "attn_q_norm"),
+    ("self_attn.k_layernorm", "attn_k_norm"),
+    ("per_layer_input_gate", "inp_gate"),
+    ("per_layer_projection", "proj"),
+    ("conv.out_proj", "shortconv.out_proj"),
+    ("conv.in_proj", "shortconv.in_proj"),
+    ("conv.conv", "shortconv.conv"),
+    ("operator_norm", "attn_norm"),
+    ("attention_layernorm", "attn_norm"),
+    ("feedforward_layernorm", "ffn_norm"),
     ("mlp.experts.gate_proj", "ffn_gate_exps"),
     ("mlp.experts.down_proj", "ffn_down_exps"),
     ("mlp.experts.up_proj", "ffn_up_exps"),
@@ -112,6 +150,10 @@ fn named(model: &str, name: &str) -> String {
         ("model.layers.", "blk."),
         ("gpt_neox.layers.", "blk."),
         ("transformer.h.", "blk."),
+        ("model.embed_tokens_per_layer", "per_layer_token_embd"),
+        ("model.per_layer_model_projection", "per_layer_model_proj"),
+        ("model.per_layer_projection_norm", "per_layer_proj_norm"),
+        ("model.embedding_norm", "token_embd_norm"),
         ("model.embed_tokens", "token_embd"),
         ("gpt_neox.embed_in", "token_embd"),
         ("transformer.word_embeddings", "token_embd"),
@@ -126,6 +168,7 @@ fn named(model: &str, name: &str) -> String {
     let after = ["gemma4", "glm4-moe", "gpt-oss", "qwen3-"].iter().any(|with| model.contains(with))
         && !model.contains("lite");
     for (from, to) in [
+        ("post_per_layer_input_norm", "post_norm"),
         ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
         ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
         ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
@@ -198,7 +241,7 @@ fn together(folder: &Path) -> BTreeMap<String, Array> {
 /// The tensors of llama.cpp that a stored one becomes.
 fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(String, Array)> {
     let size = |key: &str| config[key].as_u64().unwrap() as usize;
-    let columns = *array.0.last().unwrap();
+    let columns = array.0.last().copied().unwrap_or(1);
     let ours = named(model, name);
     let one = |array: Array| vec![(ours.clone(), array)];
     let place = |part: &str| format!("{}.{part}", ours.split('.').take(2).collect::<Vec<_>>().join("."));
@@ -220,6 +263,20 @@ fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(Strin
             vec![
                 (place(&format!("ffn_gate_exps.{end}")), part(0)),
                 (place(&format!("ffn_up_exps.{end}")), part(1)),
+            ]
+        }
+        // Keys, which another test reads.
+        () if name.contains("act_fn") => Vec::new(),
+        () if name.contains("conv.conv") => one(array.view(&[array.0[0], columns])),
+        () if model == "tiny-llama4" && name.contains("experts.") => {
+            let array = array.permuted(&[0, 2, 1]);
+            let inner = array.0[1] / 2;
+            if name.contains("down_proj") {
+                return vec![(place("ffn_down_exps.weight"), array)];
+            }
+            vec![
+                (place("ffn_gate_exps.weight"), array.middle(0, inner)),
+                (place("ffn_up_exps.weight"), array.middle(inner, 2 * inner)),
             ]
         }
         () if name.contains("gate_up_proj") || name.contains("input_linear") => {
@@ -347,17 +404,34 @@ fn delta(model: &str, config: &Json, name: &str, array: &Array, ours: &str) -> V
     }
 }
 
-/// The model's folder; of a changed config.json with seeded noise as its weights.
+/// The model's folder; of a changed config.json with seeded noise as its weights, unless the change
+/// keeps their shapes.
 fn folder(model: &str, change: Option<Change>) -> (Option<tempfile::TempDir>, PathBuf) {
     let own = golden("families/models").join(model);
     match change {
         None => (None, own),
+        Some(change) if ["tiny-llama4", "tiny-lfm2-moe"].contains(&model) => {
+            let place = changed(model, change);
+            let path = place.path().to_owned();
+            (Some(place), path)
+        }
         Some(change) => {
             let place = noise(&format!("families/models/{model}"), change);
             let path = place.path().to_owned();
             (Some(place), path)
         }
     }
+}
+
+/// A golden model with a changed config.json.
+fn changed(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
+    let place = tempfile::tempdir().unwrap();
+    copy_folder(&golden("families/models").join(model), place.path());
+    let path = place.path().join("config.json");
+    let mut config = read_json(&path);
+    change(&mut config);
+    std::fs::write(&path, config.to_string()).unwrap();
+    place
 }
 
 #[test]
@@ -381,7 +455,8 @@ fn f32_holds_every_arrangement_to_the_bit() {
             }
         }
         let made: Vec<&str> = left.into_keys().collect();
-        let wanted: &[&str] = if model.contains("gemma4") { &["rope_freqs.weight"] } else { &[] };
+        let divides = ["gemma4", "llama4", "apertus"].iter().any(|with| model.contains(with));
+        let wanted: &[&str] = if divides { &["rope_freqs.weight"] } else { &[] };
         assert_eq!(made, wanted, "{model}: tensors that nothing is stored for");
     }
 }
@@ -464,10 +539,64 @@ fn mixers_have_their_keys() {
     assert_eq!(heads, [2, 2, 1]);
     let wanted = [[1.0f32; 4].as_slice(), &[1e30; 12]].concat();
     assert_eq!(gemma4.values("rope_freqs.weight"), wanted, "a quarter of the pairs turns");
+    let (_place, lfm2) = number("tiny-lfm2", &[("shortconv.l_cache", 3), ("feed_forward_length", 80)]);
+    assert_eq!(numbers(&lfm2, "lfm2.attention.head_count_kv"), [0, 2, 0]);
+    let (_place, lfm2) = number(
+        "tiny-lfm2-moe",
+        &[
+            ("shortconv.l_cache", 4),
+            ("leading_dense_block_count", 1),
+            ("expert_feed_forward_length", 32),
+            ("expert_gating_func", 2),
+            ("expert_weights_scale", 1_000_000),
+        ],
+    );
+    assert_eq!(numbers(&lfm2, "lfm2moe.attention.head_count_kv"), [0, 2, 0, 2]);
+    assert!(!lfm2.has("lfm2moe.interleave_moe_layer_step"));
+    let (_place, llama4) = number(
+        "tiny-llama4",
+        &[
+            ("interleave_moe_layer_step", 2),
+            ("feed_forward_length", 96),
+            ("expert_feed_forward_length", 32),
+            ("expert_used_count", 1),
+            ("rope.dimension_count", 16),
+        ],
+    );
+    for key in ["sliding_window", "sliding_window_pattern", "scale"] {
+        assert!(!llama4.has(&format!("llama4.attention.{key}")), "{key}");
+    }
+    let (_place, gemma4) = number(
+        "tiny-gemma4-e2b",
+        &[("attention.shared_kv_layers", 4), ("embedding_length_per_layer_input", 16)],
+    );
+    assert_eq!(numbers(&gemma4, "gemma4.feed_forward_length"), [32, 32, 32, 64, 64, 64, 64]);
+    assert_eq!(numbers(&gemma4, "gemma4.attention.head_count_kv"), [1; 7]);
+    // xIELU's numbers of each layer, which have no tensors.
+    let (_place, apertus) = number("tiny-apertus", &[("feed_forward_length", 80)]);
+    let tensors = stored(&golden("families/models/tiny-apertus"));
+    for key in ["alpha_p", "alpha_n", "beta", "eps"] {
+        let list = apertus.list(&format!("xielu.{key}"));
+        let found: Vec<f32> = list.iter().map(|value| value.to_f32().unwrap()).collect();
+        let wanted = [0, 1].map(|layer| tensors[&format!("model.layers.{layer}.mlp.act_fn.{key}")].1[0]);
+        assert_eq!(found, wanted, "{key}");
+    }
+    // Latents have an epsilon of their own.
+    let place = tempfile::tempdir().unwrap();
+    for (model, has_note) in [("tiny-glm4-moe-lite", true), ("tiny-deepseek-v3", false)] {
+        let folder = golden("families/models").join(model);
+        let notes = export(&folder, "bf16", &place.path().join(model)).unwrap().notes;
+        assert_eq!(notes.iter().any(|note| note.contains("1e-5 instead of 1e-6")), has_note, "{notes:?}");
+    }
     // Hunyuan's base, stretched once: 10000 · 1000^(16 / 14).
     let (_place, read) = exported(&golden("families/models/tiny-hunyuan"), "bf16");
     let base = read.value("hunyuan-dense.rope.freq_base").to_f32().unwrap();
     assert!((f64::from(base) / (1e4 * 1000f64.powf(16.0 / 14.0)) - 1.0).abs() < 1e-6, "{base}");
+}
+
+/// The whole numbers of a list.
+fn numbers(read: &Read, key: &str) -> Vec<i32> {
+    read.list(key).iter().map(|number| number.to_i32().unwrap()).collect()
 }
 
 /// Differences from what llama.cpp computes.
@@ -489,6 +618,37 @@ fn other_mixers_are_refused() {
     refuses("tiny-falcon-7b", "parallel_attn", json!(false), "mixers one after the other");
     refuses("tiny-arcee", "mlp_bias", json!(true), "biases in the MLP");
     refuses("tiny-arcee", "hidden_act", json!("gelu"), "the activation Gelu");
+    refuses("tiny-apertus", "tie_word_embeddings", json!(true), "`tie_word_embeddings` true");
+    refuses("tiny-lfm2-moe", "use_expert_bias", json!(false), "no bias in the choice of experts");
+    refuses("tiny-llama4", "moe_layers", json!([1]), "layers without experts");
+    refuses("tiny-lfm2-moe", "norm_topk_prob", json!(false), "`norm_topk_prob` false");
+    refuses("tiny-lfm2-moe", "routed_scaling_factor", json!(1.5), "scores by Sigmoid with a factor of 1.5");
+    refuses("tiny-gemma4-e2b", "num_kv_shared_layers", json!(3), "keys and values of layer 2 in layer 4");
+    for (key, value, fault) in [
+        (
+            "attention_chunk_size",
+            json!(12),
+            "`attention_chunk_size` is 12; llama.cpp's llama4 has blocks of 8192",
+        ),
+        ("attention_chunk_size", Json::Null, "`attention_chunk_size` is null"),
+        ("floor_scale", json!(8), "grow by 0.1 at each 8 ("),
+        ("attn_temperature_tuning", json!(false), "do not grow"),
+        ("no_rope_layers", json!([1, 0, 1, 0]), "its layers without positions are [1, 3]"),
+        ("use_qk_norm", json!(false), "`use_qk_norm` false with 4 experts"),
+    ] {
+        let folder = changed("tiny-llama4", |config| {
+            blocks_of_llama4(config);
+            if key == "attention_chunk_size" && value.is_null() {
+                config["layer_types"] =
+                    json!(["full_attention", "full_attention", "full_attention", "full_attention"]);
+            }
+            config[key] = value.clone();
+        });
+        let place = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).expect_err(key);
+        let causes = refused.causes().join("; ");
+        assert!(causes.contains(fault), "{key}: {causes}");
+    }
     refuses("tiny-cohere", "tie_word_embeddings", json!(false), "`tie_word_embeddings` false");
 }
 
@@ -512,10 +672,23 @@ fn an_adapter_on_experts_is_stacked() {
     assert!(read.values(&format!("{gate}.lora_a")) == read.values(&format!("{up}.lora_a")));
     let (gates, ups) = (read.values(&format!("{gate}.lora_b")), read.values(&format!("{up}.lora_b")));
     assert!(gates != ups && gates.len() == ups.len());
+    // Halves of Llama 4's: gates come first.
+    let path = place.path().join("l.gguf");
+    write("tiny-llama4", "lora_experts_llama4", &path).unwrap();
+    let read = Read::open(&path);
+    let [gate, up, down] = ["gate", "up", "down"].map(|part| format!("blk.1.ffn_{part}_exps.weight"));
+    let dims = |name: String| read.content.tensor_infos[&name].shape.dims().to_vec();
+    let rank = dims(format!("{gate}.lora_a"))[1];
+    for (name, inputs, rows) in [(&gate, 64, 32), (&up, 64, 32), (&down, 32, 64)] {
+        assert_eq!(dims(format!("{name}.lora_a")), [4, rank, inputs], "{name}");
+        assert_eq!(dims(format!("{name}.lora_b")), [4, rows, rank], "{name}");
+    }
+    assert!(read.values(&format!("{gate}.lora_a")) == read.values(&format!("{up}.lora_a")));
+    assert!(read.values(&format!("{gate}.lora_b")) != read.values(&format!("{up}.lora_b")));
     for (model, name, fault) in [
         ("tiny-deepseek-v3", "lora_deepseek-v3", "which llama.cpp computes without adapters"),
         ("tiny-gemma4-moe", "lora_experts_gemma4-moe", "leaves out the factor of each expert"),
-        ("tiny-gemma4-e2b", "lora_gemma4-e2b", "which finetune does not write as GGUF yet"),
+        ("tiny-gemma4-e2b", "lora_gemma4-e2b", "which llama.cpp computes without adapters"),
     ] {
         let refused = write(model, name, &place.path().join(model)).expect_err(model);
         assert!(refused.causes().join("; ").contains(fault), "{refused:?}");

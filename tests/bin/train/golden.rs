@@ -6,6 +6,7 @@ use std::process::Output;
 
 use crate::exhaustive::each_third;
 use crate::golden_run::{self, ONE_RANK, golden, metrics, number};
+use crate::logits::floats;
 use finetune::weights::ModelFiles;
 use serde_json::Value;
 
@@ -410,5 +411,52 @@ fn a_tie_that_is_kept_trains_as_one() {
         let (embed, head) = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight");
         assert!(output.bytes(head).unwrap() != start.bytes(head).unwrap(), "{modules}: it does not train");
         assert!(output.bytes(embed).unwrap() == output.bytes(head).unwrap(), "{modules}: it is untied");
+    }
+}
+
+/// Modules that train whole, by either name, have the names of transformers' class in the adapter
+/// and those of the hub in the merged model. PEFT 0.21 loads the same adapters.
+#[test]
+fn modules_that_train_whole_keep_their_familys_names() {
+    let data = golden().join("data/text.jsonl").display().to_string();
+    let place = tempfile::tempdir().unwrap();
+    for (name, module, saved, stored) in [
+        ("tiny-gpt-neox", "embed_out", "lm_head.weight", "embed_out.weight"),
+        ("tiny-gpt-neox", "lm_head", "lm_head.weight", "embed_out.weight"),
+        ("tiny-gpt-neox", "embed_in", "gpt_neox.embed_in.weight", "gpt_neox.embed_in.weight"),
+        ("tiny-falcon", "lm_head", "lm_head.weight", "lm_head.weight"),
+        (
+            "tiny-falcon",
+            "dense_4h_to_h",
+            "transformer.h.1.mlp.dense_4h_to_h.weight",
+            "transformer.h.1.mlp.dense_4h_to_h.weight",
+        ),
+    ] {
+        let model = golden().join("families/models").join(name).display().to_string();
+        let folder = |end: &str| place.path().join(format!("{name} {module}{end}")).display().to_string();
+        let (adapter, merged) = (folder(""), folder(" merged"));
+        let whole = format!("adapter.modules_to_save=[{module:?}]");
+        succeed(&lora_flags(
+            &adapter,
+            &model,
+            &data,
+            &[&whole, "train.max_steps=3", "optimizer.learning_rate=1e-2"],
+        ));
+        succeed(&["merge", "--model", &model, "--adapter", &adapter, "--output", &merged, "--dtype", "f32"]);
+        let file = |folder: &str, file: &str| ModelFiles::open_file(&Path::new(folder).join(file)).unwrap();
+        let (ours, base) = (file(&adapter, "adapter_model.safetensors"), file(&model, "model.safetensors"));
+        let trained = floats(&ours, &format!("base_model.model.{saved}"));
+        assert!(floats(&file(&merged, "model.safetensors"), stored) == trained, "{name} {module}");
+        // Falcon's head is its embedding until it trains by itself.
+        let before = if base.info(stored).is_some() { stored } else { "transformer.word_embeddings.weight" };
+        assert!(floats(&base, before) != trained, "{name} {module}: it does not train");
+        let loss = |more: &[&str]| {
+            let mut args = vec!["eval", "--dataset", &data, "--set", "data.max_seq_len=96", "--json"];
+            args.extend(more);
+            number(&serde_json::from_slice(&succeed(&args).stdout).unwrap(), "loss")
+        };
+        let (by_adapter, wanted) =
+            (loss(&["--model", &model, "--adapter", &adapter]), loss(&["--model", &merged]));
+        assert!((by_adapter - wanted).abs() < 1e-5, "{name} {module}: {by_adapter}, merged {wanted}");
     }
 }

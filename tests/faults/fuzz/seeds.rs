@@ -6,6 +6,10 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, NullArray, RecordBatch};
 use arrow_ipc::writer::StreamWriter;
+use candle_core::quantized::gguf_file::Content;
+use finetune::export::gguf::{self, GgufType};
+use finetune::model::ModelConfig;
+use finetune::weights::ModelFiles;
 use flate2::write::GzEncoder;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -31,6 +35,31 @@ pub(crate) fn of_folders(place: &str, name: &str) -> Vec<Vec<u8>> {
         folders.iter().filter_map(|folder| std::fs::read(folder.join(name)).ok()).collect();
     assert!(!files.is_empty(), "{name}");
     files
+}
+
+/// More bytes than the tensors of any of [`gguf_headers`].
+pub(crate) const GGUF_TENSORS: usize = 1 << 20;
+
+/// Returns the headers of GGUF files of some golden models.
+pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
+    let names = ["apertus", "deepseek-v3", "gemma4-e2b", "gpt-oss", "lfm2", "qwen3-5"];
+    let header = |name: &str| {
+        let folder = golden("families/models").join(format!("tiny-{name}"));
+        let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        let mut config = ModelConfig::from_json(&text, "config.json").unwrap();
+        let mut files = ModelFiles::open(&folder).unwrap();
+        finetune::model::settle(&mut config, &mut files).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("model.gguf");
+        gguf::write_model(&config, &files, name, GgufType::F32, &path).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        let content = Content::read(&mut std::io::Cursor::new(&bytes)).unwrap();
+        let data = usize::try_from(content.tensor_data_offset).unwrap();
+        assert!(bytes.len() - data < GGUF_TENSORS, "{name}");
+        bytes.truncate(data);
+        bytes
+    };
+    names.map(header).into()
 }
 
 /// Returns the first lines of every golden data file.

@@ -88,17 +88,32 @@ fn packed_weights() {
 fn gguf_models() {
     let seeds = ["tiny-gguf-q4_0", "tiny-gguf-q8_0"]
         .map(|model| std::fs::read(seeds::golden("qbases/models").join(model).join("model.gguf")).unwrap());
-    on_file("model.gguf", seeds.into(), 100, &[], |path| {
-        let folder = folder_of(path).join("described");
-        if gguf::describe_base(path, &folder).is_err() {
-            return;
-        }
-        let Ok(files) = ModelFiles::open(&folder) else { return };
-        for (name, info) in files.tensors() {
-            let mut values = vec![0.0; info.elements()];
-            let _ = files.read_f32(name, &mut values);
-        }
+    on_file("model.gguf", seeds.into(), 100, &[], read_gguf);
+}
+
+/// Headers of latent attention, Gated DeltaNet, sinks, convolutions, shared keys and lists of
+/// numbers. The bytes of tensors are zeros.
+#[test]
+fn gguf_headers() {
+    on_file("header.gguf", seeds::gguf_headers(), 600, &[], |path| {
+        let mut file = std::fs::OpenOptions::new().append(true).open(path).unwrap();
+        file.write_all(&vec![0; seeds::GGUF_TENSORS]).unwrap();
+        drop(file);
+        read_gguf(path);
     });
+}
+
+/// Describes a GGUF file as a base and reads all of its weights.
+fn read_gguf(path: &Path) {
+    let folder = folder_of(path).join("described");
+    if gguf::describe_base(path, &folder).is_err() {
+        return;
+    }
+    let Ok(files) = ModelFiles::open(&folder) else { return };
+    for (name, info) in files.tensors() {
+        let mut values = vec![0.0; info.elements()];
+        let _ = files.read_f32(name, &mut values);
+    }
 }
 
 /// Settings of packed formats.

@@ -33,6 +33,11 @@ pub enum VocabularyKind {
         /// The merges in order, with a space between both sides.
         merges: Vec<String>,
     },
+    /// BPE of Gemma's pieces ("gemma4").
+    Merged {
+        /// The merges in order, with a space between both sides.
+        merges: Vec<String>,
+    },
     /// BPE of sentencepiece ("llama").
     Pieces {
         /// The score of each token.
@@ -96,6 +101,10 @@ impl GgufVocabulary {
         let settings = TokenizerSettings { config: config.clone(), ..TokenizerSettings::default() };
         let converted = match &self.kind {
             VocabularyKind::Bytes { words, merges } => self.bytes(words, merges, settings)?,
+            VocabularyKind::Merged { merges } => {
+                let pieces = self.pieces(&vec![0.0; self.tokens.len()], false, false);
+                sentencepiece::gemma(&pieces, settings, &pairs(merges)?)
+            }
             VocabularyKind::Pieces { scores, prefix, removes_spaces } => {
                 let model_of_pieces = self.pieces(scores, *prefix, *removes_spaces);
                 sentencepiece::convert_model(&model_of_pieces, settings, model)?
@@ -123,7 +132,9 @@ impl GgufVocabulary {
             return Err(format!("two tokens are {twice:?}"));
         }
         match &self.kind {
-            VocabularyKind::Bytes { merges, .. } if merges.len() > MAX_MERGES => {
+            VocabularyKind::Bytes { merges, .. } | VocabularyKind::Merged { merges }
+                if merges.len() > MAX_MERGES =>
+            {
                 Err(format!("it has {} merges; accepted: up to {MAX_MERGES}", merges.len()))
             }
             VocabularyKind::Pieces { scores, .. }
@@ -164,7 +175,7 @@ impl GgufVocabulary {
         config.insert("clean_up_tokenization_spaces".to_owned(), false.into());
         let added =
             self.used().filter(|(.., kind)| matches!(kind, TokenType::Control | TokenType::UserDefined));
-        let is_pieces = matches!(self.kind, VocabularyKind::Pieces { .. });
+        let is_pieces = !matches!(self.kind, VocabularyKind::Bytes { .. });
         let entry = |(id, text, kind): (usize, &str, TokenType)| {
             let content = if is_pieces { piece_text(text, kind) } else { text.to_owned() };
             let special = kind == TokenType::Control;
@@ -186,14 +197,7 @@ impl GgufVocabulary {
         merges: &[String],
         settings: TokenizerSettings,
     ) -> Result<ConvertedVocabulary, String> {
-        let pair = |merge: &String| {
-            // A side may begin with a space-like letter, but is never empty.
-            let cut = merge.char_indices().skip(1).find(|(_, letter)| *letter == ' ');
-            let (left, right) = cut.map(|(at, _)| (&merge[..at], &merge[at + 1..]))?;
-            (!right.is_empty()).then(|| [left.to_owned(), right.to_owned()])
-        };
-        let merges: Option<Vec<[String; 2]>> = merges.iter().map(pair).collect();
-        let merges = merges.ok_or("a merge is no pair of texts with a space between them")?;
+        let merges = pairs(merges)?;
         let vocabulary: Map<String, Value> =
             self.used().map(|(id, text, _)| (text.to_owned(), id.into())).collect();
         let level = |trim: bool| json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": trim, "use_regex": true});
@@ -236,6 +240,18 @@ impl GgufVocabulary {
     fn unused_at_the_end(&self) -> usize {
         (0..self.tokens.len()).rev().take_while(|id| self.kind(*id) == TokenType::Unused).count()
     }
+}
+
+/// Splits merges at their spaces.
+fn pairs(merges: &[String]) -> Result<Vec<(String, String)>, String> {
+    let pair = |merge: &String| {
+        // A side may begin with a space-like letter, but is never empty.
+        let cut = merge.char_indices().skip(1).find(|(_, letter)| *letter == ' ');
+        let (left, right) = cut.map(|(at, _)| (&merge[..at], &merge[at + 1..]))?;
+        (!right.is_empty()).then(|| (left.to_owned(), right.to_owned()))
+    };
+    let pairs: Option<Vec<(String, String)>> = merges.iter().map(pair).collect();
+    pairs.ok_or_else(|| "a merge is no pair of texts with a space between them".to_owned())
 }
 
 /// Returns a token as sentencepiece has it: llama.cpp's converter writes spaces in user-defined
@@ -281,6 +297,25 @@ mod tests {
         assert_eq!(tokenizer.get_vocab_size(true), 5);
         assert_eq!(files.config["chat_template"], "{{ messages }}");
         assert_eq!(files.config["bos_token"], "<s>");
+    }
+
+    /// Gemma 4: spaces as `▁`, merges in their order, bytes for unknown letters.
+    #[test]
+    fn pieces_with_merges_keep_their_order() {
+        let tokens = ["<bos>", "a", "b", "ab", "▁", "▁a", "<0x0A>", "<unk>"];
+        let merges = ["▁ a", "a b"].map(str::to_owned).into();
+        let merged = GgufVocabulary {
+            kind: VocabularyKind::Merged { merges },
+            tokens: tokens.map(str::to_owned).into(),
+            types: vec![3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 3.0],
+            special: BTreeMap::from([("bos_token", 0), ("unk_token", 7)]),
+            ..vocabulary(&[])
+        };
+        let files = merged.files(&Map::new()).unwrap();
+        let tokenizer = tokenizers::Tokenizer::from_bytes(files.json).unwrap();
+        assert_eq!(tokenizer.encode("ab ab\n", true).unwrap().get_ids(), [0, 3, 5, 2, 6]);
+        let kind = VocabularyKind::Merged { merges: vec!["ab".to_owned()] };
+        assert!(GgufVocabulary { kind, ..merged }.files(&Map::new()).unwrap_err().contains("no pair"));
     }
 
     #[test]

@@ -53,7 +53,10 @@ pub(super) fn convert_model(
                 .to_owned(),
         );
     }
-    if class == SpmClass::Llama { llama(model, settings) } else { gemma(model, settings) }
+    if class == SpmClass::Llama {
+        return llama(model, settings);
+    }
+    Ok(gemma(model, settings, &merges_by_id(&model.pieces)?))
 }
 
 /// The rules of `LlamaTokenizer`.
@@ -83,8 +86,12 @@ fn llama(model: &SpmModel, mut settings: TokenizerSettings) -> Result<ConvertedV
     })
 }
 
-/// The rules of `GemmaTokenizer`.
-fn gemma(model: &SpmModel, mut settings: TokenizerSettings) -> Result<ConvertedVocabulary, String> {
+/// The rules of `GemmaTokenizer`, with these merges.
+pub(super) fn gemma(
+    model: &SpmModel,
+    mut settings: TokenizerSettings,
+    merges: &[(String, String)],
+) -> ConvertedVocabulary {
     for name in ["unk", "bos", "eos", "pad", "mask"] {
         settings.name_token(&format!("{name}_token"), &format!("<{name}>"));
     }
@@ -93,16 +100,16 @@ fn gemma(model: &SpmModel, mut settings: TokenizerSettings) -> Result<ConvertedV
     let split = json!({
         "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false
     });
-    Ok(ConvertedVocabulary {
+    ConvertedVocabulary {
         parts: parts(
             replace(&json!({"String": " "}), MARK),
             split,
             sequence("decoders", decoder(true)),
-            bpe(&ids(&model.pieces), &merges_by_id(&model.pieces)?, unk.as_deref(), true, false),
+            bpe(&ids(&model.pieces), merges, unk.as_deref(), true, false),
         ),
         ends: Some(AddedEnds::of(&settings, false)),
         settings,
-    })
+    }
 }
 
 /// `SpmConverter.build_tokenizer_from_spm_proto`: the settings of the model itself.

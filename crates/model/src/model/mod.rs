@@ -42,6 +42,7 @@ pub use block::{
     PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
     backward, forward, recompute,
 };
+pub(crate) use block_part::XIELU;
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
@@ -52,8 +53,8 @@ pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
 pub(crate) use families::families;
 pub use families::{
-    Architecture, GgufDelta, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB,
-    GgufSliding, GgufSoftcap, GgufWindows,
+    Architecture, GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions,
+    GgufSeventyB, GgufSliding, GgufSoftcap, GgufWindows,
 };
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
@@ -65,6 +66,7 @@ pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use norm::Norm;
+pub(crate) use rope::QueryGrowth;
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};

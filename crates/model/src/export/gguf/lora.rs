@@ -11,7 +11,6 @@ use std::path::Path;
 
 use super::description::refused;
 use super::metadata::refuse_unknown;
-use super::mixers::unwritten;
 use super::places::{TensorPlace, places};
 use super::tensors::{TensorChange, change};
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
@@ -48,9 +47,6 @@ pub fn write_adapter(
     };
     refuse_more_than_lora(adapter)?;
     refuse_unknown(config)?;
-    if let Some(fault) = unwritten(config) {
-        return Err(refused(format!("the model has {fault}, which finetune does not write as GGUF yet")));
-    }
     let opened = SavedAdapter::read(adapter)?.fitted(&model::modules(config))?;
     if let Some(saved) = opened.saved().next() {
         return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));
@@ -167,7 +163,7 @@ fn fault(config: &ModelConfig, part: ModelPart) -> Option<&'static str> {
             let is_latent = matches!(block.token_mixer, TokenMixer::Latent(_));
             match part {
                 BlockPart::QProj | BlockPart::LatentQ | BlockPart::LatentKv if is_latent => ignored,
-                BlockPart::LatentQUp | BlockPart::LatentKvUp => ignored,
+                BlockPart::LatentQUp | BlockPart::LatentKvUp | BlockPart::PerLayerModel => ignored,
                 BlockPart::ExpertDown(_) if block.channel_mixer.has_both() => {
                     Some("from which llama.cpp leaves out the factor of each expert")
                 }

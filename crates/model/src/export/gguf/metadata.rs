@@ -11,7 +11,7 @@ use super::types::GgufType;
 use super::writer::{GgufMetadata, MetadataValue};
 use super::{mixers, rope};
 use crate::error::Result;
-use crate::model::{GgufSliding, GgufWindows, MlpActivation, ModelConfig};
+use crate::model::{AttentionMixer, GgufSliding, GgufWindows, MlpActivation, ModelConfig, TokenMixer};
 use crate::ops::activation::PlainActivation;
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
@@ -42,10 +42,10 @@ pub(super) fn describe(
         ("context_length", config.max_position_embeddings),
         ("embedding_length", config.hidden_size),
         ("block_count", config.num_layers()),
-        ("feed_forward_length", config.intermediate_size),
     ] {
         metadata.set(format!("{arch}.{key}"), count(key, number)?);
     }
+    metadata.set(format!("{arch}.feed_forward_length"), inner_widths(config)?);
     mixers::describe(config, arch, metadata)?;
     let attention_softcap = config.attentions().find_map(|attention| attention.softcap);
     let caps =
@@ -63,8 +63,43 @@ pub(super) fn describe(
             .notes
             .push(format!("llama.cpp's {arch} computes GELU by tanh: its results differ slightly"));
     }
+    let latent = config.blocks.iter().find_map(|block| match block.token_mixer {
+        TokenMixer::Latent(mixer) => Some(mixer.norm.eps),
+        _ => None,
+    });
+    if let Some(eps) = latent.filter(|eps| *eps != config.norm.eps) {
+        description.notes.push(format!(
+            "llama.cpp's {arch} computes the norms of latents with the epsilon of the others, {:e} instead of {eps:e}: its results differ slightly",
+            config.norm.eps
+        ));
+    }
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
+}
+
+/// Returns the inner width of the MLPs; a list if those of some layers are wider.
+fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
+    let width = config.intermediate_size;
+    if config.gated_mlps().all(|mlp| mlp.times_wide == 1) {
+        return count("feed_forward_length", width);
+    }
+    let widths = config.blocks.iter().map(|block| block.channel_mixer.mlp_width(width));
+    let widths = widths.map(i32::try_from).collect::<std::result::Result<Vec<_>, _>>();
+    let too_wide = |_| refused(format!("its MLPs are wider than {}", i32::MAX));
+    widths.map(MetadataValue::I32s).map_err(too_wide)
+}
+
+/// Refuses attention within blocks of other lengths than llama.cpp's.
+fn refuse_other_blocks(config: &ModelConfig, length: usize, arch: &str) -> Result<()> {
+    let lengths = || config.attentions().filter_map(|attention| attention.chunk);
+    let other = lengths().find(|found| *found != length);
+    if other.is_none() && lengths().next().is_some() {
+        return Ok(());
+    }
+    let found = other.map_or("null".to_owned(), |other| other.to_string());
+    Err(refused(format!(
+        "`attention_chunk_size` is {found}; llama.cpp's {arch} has blocks of {length} tokens"
+    )))
 }
 
 /// Sets the factors of an architecture that has keys for them.
@@ -111,7 +146,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
         plain().find_map(|mlp| match mlp.activation {
             MlpActivation::Fixed(activation) => (!facts.plain_activations.contains(&activation))
                 .then(|| format!("the activation {activation:?}")),
-            MlpActivation::Xielu => Some("the activation xielu".to_owned()),
+            MlpActivation::Xielu => (!facts.has_xielu).then(|| "the activation xielu".to_owned()),
         }),
         (!facts.reads_mlp_biases && (mlps().any(|mlp| mlp.bias) || plain().any(|mlp| mlp.bias)))
             .then(|| "biases in the MLP".to_owned()),
@@ -147,6 +182,9 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
         }
         return no_local_rope_without_window(config);
     };
+    if let GgufSliding::InBlocks(length) = models {
+        refuse_other_blocks(config, length, arch)?;
+    }
     if let GgufSliding::OfLayers(layers) = models
         && (layers == config.num_layers()) != shortest.is_some()
     {
@@ -165,7 +203,7 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
         let window = count("sliding_window", shortest)?;
         description.metadata.set(format!("{arch}.attention.sliding_window"), window);
     }
-    if shortest.is_some() || models == GgufSliding::Always {
+    if shortest.is_some() || matches!(models, GgufSliding::Always | GgufSliding::InBlocks(_)) {
         pattern(config, period, description);
     }
     no_local_rope_without_window(config)
@@ -173,7 +211,8 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
 
 /// Sets the layers that slide, unless they are the architecture's default.
 fn pattern(config: &ModelConfig, period: usize, description: &mut ModelDescription) {
-    let slides: Vec<bool> = config.attentions().map(|attention| attention.window.is_some()).collect();
+    let is_local = |attention: &AttentionMixer| attention.window.is_some() || attention.chunk.is_some();
+    let slides: Vec<bool> = config.attentions().map(is_local).collect();
     if slides.iter().enumerate().any(|(i, slides)| *slides != (i % period < period - 1)) {
         let key = format!("{}.attention.sliding_window_pattern", config.family.gguf.architecture);
         description.metadata.set(key, MetadataValue::Bools(slides));

@@ -6,7 +6,9 @@
 use super::description::{count, refused};
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::Result;
-use crate::model::{DeltaMixer, Experts, HiddenNorm, LatentMixer, ModelConfig, ResidualPlan, TokenMixer};
+use crate::model::{
+    DeltaMixer, Experts, GgufExperts, HiddenNorm, LatentMixer, ModelConfig, ResidualPlan, TokenMixer,
+};
 use crate::ops::experts::RouterScores;
 
 /// llama.cpp's numbers of the functions of a router's logits.
@@ -33,6 +35,13 @@ pub(super) fn describe(config: &ModelConfig, arch: &str, metadata: &mut GgufMeta
         let is_parallel = config.blocks.iter().all(|block| block.residual.is_parallel());
         metadata.set(format!("{arch}.use_parallel_residual"), MetadataValue::Bool(is_parallel));
     }
+    let conv = config.blocks.iter().find_map(|block| match block.token_mixer {
+        TokenMixer::ShortConv(mixer) => Some(mixer),
+        _ => None,
+    });
+    if let Some(conv) = conv {
+        set(arch, metadata, &[("shortconv.l_cache", conv.kernel)])?;
+    }
     match config.gated_deltas().next() {
         Some(mixer) => delta(config, mixer, arch, metadata),
         None => Ok(()),
@@ -53,8 +62,10 @@ fn heads(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Resul
     let of = |slides: bool| config.attentions().find(|mixer| mixer.window.is_some() == slides);
     let full = of(false).filter(|_| own).map_or(config.heads, |mixer| mixer.heads);
     set(arch, metadata, &[("attention.head_count", full.num_heads)])?;
-    let counts: Vec<i32> = config.attentions().map(|mixer| mixer.heads.num_kv_heads as i32).collect();
-    if own {
+    // A layer without key heads is a convolution.
+    let key_heads = |mixer: &TokenMixer| mixer.attention().map_or(0, |mixer| mixer.heads.num_kv_heads as i32);
+    if own || config.family.gguf.has_short_convs {
+        let counts = config.blocks.iter().map(|block| key_heads(&block.token_mixer)).collect();
         metadata.set(format!("{arch}.attention.head_count_kv"), MetadataValue::I32s(counts));
     } else {
         set(arch, metadata, &[("attention.head_count_kv", full.num_kv_heads)])?;
@@ -65,14 +76,15 @@ fn heads(config: &ModelConfig, arch: &str, metadata: &mut GgufMetadata) -> Resul
         return Ok(());
     }
     let sliding = of(true).map_or(full, |mixer| mixer.heads).head_dim;
+    let shared = config.attentions().filter(|mixer| mixer.reads_from().is_some()).count();
     set(
         arch,
         metadata,
         &[
             ("attention.key_length_swa", sliding),
             ("attention.value_length_swa", sliding),
-            ("attention.shared_kv_layers", 0),
-            ("embedding_length_per_layer_input", 0),
+            ("attention.shared_kv_layers", shared),
+            ("embedding_length_per_layer_input", config.per_layer_width(1)),
         ],
     )
 }
@@ -153,6 +165,7 @@ pub(super) fn experts(config: &ModelConfig, arch: &str, metadata: &mut GgufMetad
     };
     let shared = experts.shared.map_or(0, |shared| shared.width);
     let dense = config.blocks.iter().take_while(|block| block.channel_mixer.experts().is_none()).count();
+    let step = if facts.has_dense_layers { 1 } else { dense + 1 };
     let sizes = [
         ("expert_count", Some(experts.count)),
         ("expert_used_count", Some(experts.router.chosen)),
@@ -163,7 +176,7 @@ pub(super) fn experts(config: &ModelConfig, arch: &str, metadata: &mut GgufMetad
         ),
         ("expert_shared_count", facts.has_shared_count.then_some(shared / experts.width.max(1))),
         ("leading_dense_block_count", facts.has_dense_layers.then_some(dense)),
-        ("interleave_moe_layer_step", (facts.has_dense_layers && !facts.has_shared_count).then_some(1)),
+        ("interleave_moe_layer_step", facts.has_step.then_some(step)),
         ("expert_group_count", experts.router.groups.map(|groups| groups.count)),
         ("expert_group_used_count", experts.router.groups.map(|groups| groups.chosen)),
     ];
@@ -191,14 +204,28 @@ pub(super) fn fault(config: &ModelConfig) -> Option<String> {
     if facts.needs_biases && config.attentions().any(|attention| !attention.o_bias) {
         return Some("no bias in o_proj".to_owned());
     }
-    unwritten(config).or_else(|| experts_fault(config))
+    sharing_fault(config).or_else(|| norms_fault(config)).or_else(|| experts_fault(config))
 }
 
-/// Returns what finetune does not write yet: the parts of Gemma 4 E2B and E4B alone.
-pub(super) fn unwritten(config: &ModelConfig) -> Option<String> {
-    let shares = config.attentions().any(|attention| attention.reads_from().is_some());
-    (shares || config.per_layer_width(1) > 0)
-        .then(|| "inputs of each layer, or keys and values that layers share".to_owned())
+/// Returns the sharing of keys and values that llama.cpp does not have: layers that read those of
+/// others read the last two before them, a sliding layer the first.
+fn sharing_fault(config: &ModelConfig) -> Option<String> {
+    let all = || config.attentions().enumerate();
+    let first = all().find_map(|(layer, attention)| attention.reads_from().map(|_| layer))?;
+    let found = all().find(|(_, attention)| {
+        let wanted = first.checked_sub(if attention.window.is_some() { 2 } else { 1 });
+        attention.reads_from().is_some_and(|owner| Some(owner) != wanted)
+    });
+    let owner = found.and_then(|(layer, attention)| Some((layer, attention.reads_from()?)));
+    owner.map(|(layer, owner)| format!("keys and values of layer {owner} in layer {layer}"))
+}
+
+/// Returns the norms of q and k that differ from those by the number of experts.
+fn norms_fault(config: &ModelConfig) -> Option<String> {
+    let (at, count) = (config.family.gguf.unnormed_at?, config.experts().next()?.count);
+    let mut rotated = config.attentions().filter(|attention| config.ropes[attention.rope].has_positions());
+    let is_other = rotated.any(|attention| attention.qk_norm.is_some() == (count == at));
+    is_other.then(|| format!("`use_qk_norm` {} with {count} experts", count == at))
 }
 
 fn experts_fault(config: &ModelConfig) -> Option<String> {
@@ -207,7 +234,12 @@ fn experts_fault(config: &ModelConfig) -> Option<String> {
     let Some(first) = has.iter().position(|has| *has) else {
         return (!facts.has_mlp).then(|| "layers without experts".to_owned());
     };
-    if has[first..].contains(&false) || first > 0 && !facts.has_dense_layers {
+    let wanted = |layer: usize| match facts {
+        GgufExperts { has_dense_layers: true, .. } => layer >= first,
+        GgufExperts { has_step: true, .. } => (layer + 1).is_multiple_of(first + 1),
+        _ => true,
+    };
+    if has.iter().enumerate().any(|(layer, has)| *has != wanted(layer)) {
         return Some("layers without experts".to_owned());
     }
     let experts: &Experts = config.experts().next()?;
@@ -218,6 +250,10 @@ fn experts_fault(config: &ModelConfig) -> Option<String> {
     if facts.renormalizes.is_some_and(|renormalizes| renormalizes != router.renormalize) {
         return Some(format!("`norm_topk_prob` {}", router.renormalize));
     }
-    (!facts.has_scores && (router.scores != RouterScores::Softmax || router.factor != 1.0))
+    if facts.needs_bias && !experts.has_bias {
+        return Some("no bias in the choice of experts".to_owned());
+    }
+    let is_other = !facts.has_scores && router.scores != facts.scores;
+    (is_other || !facts.reads_factor && router.factor != 1.0)
         .then(|| format!("scores by {:?} with a factor of {}", router.scores, router.factor))
 }

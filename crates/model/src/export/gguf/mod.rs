@@ -36,7 +36,7 @@ use crate::quant::BlockType;
 use crate::weights::{ModelFiles, StoredDtype, sidecar_files};
 use types::Mixture;
 use vocabulary::Vocabulary;
-use writer::TensorEntry;
+use writer::{MetadataValue, TensorEntry};
 
 /// The result of an export.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -97,6 +97,9 @@ pub fn write_model(
     let raw = sidecar_files::read_config(files.folder())?;
     let name = name_for(config, name, &vocabulary);
     let mut description = metadata::describe(config, &raw, &name, kind)?;
+    for (key, values) in tensors::lists(config, files)? {
+        description.metadata.set(key, MetadataValue::F32s(values));
+    }
     description.metadata.append(vocabulary.metadata);
     let mixture = Mixture::new(kind, config);
     let mut exported = Exported { notes: description.notes, ..Exported::default() };

@@ -7,8 +7,9 @@
 
 use crate::model::{
     BlockPart, DeltaMixer, FusedQkv, GgufFacts, LatentMixer, ModelConfig, ModelPart, ParamSpec, Role,
-    TokenMixer,
+    TokenMixer, XIELU,
 };
+use crate::ops::glu::Activation;
 use crate::weights::RowRun;
 
 /// A tensor of the file with rows of a parameter.
@@ -26,6 +27,8 @@ pub(super) struct TensorPlace {
     pub(super) transposed_heads: Option<usize>,
     /// True if `rows` counts single elements.
     pub(super) by_element: bool,
+    /// The position of its one number in a list of the file's keys; `None`: it is a tensor.
+    pub(super) of_list: Option<usize>,
 }
 
 impl TensorPlace {
@@ -37,6 +40,7 @@ impl TensorPlace {
             heads: None,
             transposed_heads: None,
             by_element: false,
+            of_list: None,
         }
     }
 
@@ -64,7 +68,9 @@ impl TensorPlace {
         match part {
             // The factor on the shared expert is a vector.
             ModelPart::Block { part: BlockPart::SharedFactor, .. } => drop(shape.remove(0)),
-            ModelPart::Block { part: BlockPart::DeltaConv, .. } => drop(shape.remove(1)),
+            ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } => {
+                shape.remove(1);
+            }
             // Some checkpoints have it as one row.
             ModelPart::Block { part: BlockPart::RouterBias, .. } => shape = vec![shape.iter().product()],
             _ => {}
@@ -83,26 +89,36 @@ pub(super) fn row_of(shape: &[usize]) -> usize {
 
 /// Returns the tensors of a parameter.
 pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace> {
+    let facts = &config.family.gguf;
     let ModelPart::Block { layer, part } = spec.part else {
         let name = match spec.part {
             ModelPart::EmbedTokens => "token_embd",
             ModelPart::EmbedPerLayer => "per_layer_token_embd",
-            ModelPart::FinalNorm => "output_norm",
+            ModelPart::FinalNorm => facts.final_norm,
             ModelPart::LmHead | ModelPart::Block { .. } => "output",
         };
         let end = if spec.role == Role::Bias { "bias" } else { "weight" };
         return vec![TensorPlace::of(format!("{name}.{end}"))];
     };
-    let facts = &config.family.gguf;
-    let place = |name: &str| TensorPlace::of(format!("blk.{layer}.{name}{}", end(part, spec.role)));
+    let of_block = if part.is_of_model() { String::new() } else { format!("blk.{layer}.") };
+    let place = |name: &str| TensorPlace::of(format!("{of_block}{name}{}", end(part, spec.role)));
     let all = || place(name(facts, part));
     let (rows, columns) = (spec.shape.first().copied().unwrap_or(1), row_of(&spec.shape));
+    let half = |i: usize| Some(vec![RowRun::range(i * rows / 2, rows / 2)]);
     match (part, config.blocks[layer].token_mixer) {
         (BlockPart::GateUpProj, _) if facts.splits_gate_up => {
-            let half = |i: usize| Some(vec![RowRun::range(i * rows / 2, rows / 2)]);
             vec![place("ffn_gate").with(half(0)), place("ffn_up").with(half(1))]
         }
-        (BlockPart::ExpertGateUp(_), _) => alternating(place, rows / 2).into(),
+        (part, _) if XIELU.contains(&part) => {
+            let list = TensorPlace::of(name(facts, part).to_owned());
+            vec![TensorPlace { of_list: Some(layer), ..list }]
+        }
+        (BlockPart::ExpertGateUp(_), _) if is_alternating(config, layer) => {
+            alternating(place, rows / 2).into()
+        }
+        (BlockPart::ExpertGateUp(_), _) => {
+            vec![place("ffn_gate_exps").with(half(0)), place("ffn_up_exps").with(half(1))]
+        }
         (BlockPart::ExpertGateUpBias, _) => alternating(place, rows * columns / 2)
             .map(|place| TensorPlace { by_element: true, ..place })
             .into(),
@@ -116,6 +132,12 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
         (_, TokenMixer::GatedDelta(mixer)) => delta(facts, &mixer, part, all(), place),
         _ => vec![all()],
     }
+}
+
+/// Returns whether the rows of gate and up of experts alternate.
+fn is_alternating(config: &ModelConfig, layer: usize) -> bool {
+    let experts = config.blocks[layer].channel_mixer.experts();
+    experts.is_some_and(|experts| experts.activation == Activation::ClampedSilu)
 }
 
 /// Returns gate and up of rows that alternate.
@@ -260,7 +282,7 @@ fn name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::ExpertsNorm => "pre_ffw_norm_2",
         BlockPart::ExpertsOutNorm => "post_ffw_norm_2",
         BlockPart::OutputFactor => "layer_output_scale",
-        // Parts of families that are not written yet.
+        // Lists with a number of each block.
         BlockPart::XieluPositive => "xielu.alpha_p",
         BlockPart::XieluNegative => "xielu.alpha_n",
         BlockPart::XieluBeta => "xielu.beta",

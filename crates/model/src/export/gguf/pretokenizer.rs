@@ -117,8 +117,8 @@ fn is_falcon(steps: &[&Json]) -> bool {
 /// Other names of llama.cpp with the same split into words, after the name that the export writes.
 /// Their tokenizers in Hugging Face folders have the rules of that name too.
 const ALIASES: [(&str, &[&str]); 7] = [
-    ("llama-bpe", &["llama3", "llama-v3", "falcon3"]),
-    ("dbrx", &["smaug-bpe", "glm4", "chatglm-bpe"]),
+    ("llama-bpe", &["llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "glm4", "glm5"]),
+    ("dbrx", &["smaug-bpe", "chatglm-bpe"]),
     ("qwen2", &["deepseek-r1-qwen", "stablelm2", "hunyuan"]),
     ("gpt-4o", &["llama4", "minimax-m2"]),
     ("deepseek-v3", &["hunyuan-dense", "joyai-llm"]),
@@ -161,7 +161,7 @@ pub(super) fn of_name(name: &str) -> Option<WordRules> {
         // The tokenizers of Qwen normalize, which llama.cpp leaves out.
         normalizer: if matches!(name, "qwen2" | "qwen35") { json!({ "type": "NFC" }) } else { Json::Null },
         ignores_merges: *ignores_merges,
-        adds_bos: matches!(known, "llama-bpe" | "tekken"),
+        adds_bos: matches!(known, "llama-bpe" | "tekken") && !name.starts_with("glm"),
         ..plain(sequence(split(regex), bytes(false)))
     })
 }
@@ -269,6 +269,12 @@ mod tests {
             assert_eq!(found, Ok(known));
         }
         assert!(of_name("kimi-k2").is_none() && of_name("default").is_none());
+        // GLM-4's first files merge always; none of its files begin a text with BOS on their own.
+        let flags = ["glm4", "chatglm-bpe", "lfm2"].map(|name| {
+            let rules = of_name(name).expect("a known name");
+            (rules.ignores_merges, rules.adds_bos)
+        });
+        assert_eq!(flags, [(true, false), (false, false), (true, true)]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json};
 use super::description::{ModelDescription, count, refused};
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{GgufFacts, GgufLocalRope, ModelConfig, Rope, RopeKind};
+use crate::model::{GgufFacts, GgufGrowth, GgufLocalRope, ModelConfig, QueryGrowth, Rope, RopeKind};
 
 /// The scaling object of config.json for the rope of full attention.
 struct RopeSpec<'a> {
@@ -61,6 +61,7 @@ pub(super) fn describe(
 ) -> Result<()> {
     let (spec, facts) = (RopeSpec::new(raw), &config.family.gguf);
     refuse_other_layers(config, arch)?;
+    refuse_other_growth(config, arch)?;
     let Some(rope) = config.ropes.first().filter(|rope| rope.has_positions()) else {
         description.metadata.set(format!("{arch}.rope.scaling.finetuned"), MetadataValue::Bool(false));
         return Ok(());
@@ -77,8 +78,17 @@ pub(super) fn describe(
     metadata.set(format!("{arch}.rope.dimension_count"), count("rotary width", width)?);
     metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(rope.theta as f32));
     local(config, rope, arch, description)?;
-    scale(config, &spec, rope, arch, description)?;
-    growth(config, &spec, rope, arch, description)
+    let full = FullRope { config, spec, rope, arch };
+    full.scale(description)?;
+    full.growth(description)
+}
+
+/// The rope of full attention.
+struct FullRope<'a> {
+    config: &'a ModelConfig,
+    spec: RopeSpec<'a>,
+    rope: &'a Rope,
+    arch: &'a str,
 }
 
 /// Refuses a model whose layers without positions are not those of its architecture.
@@ -96,6 +106,23 @@ fn refuse_other_layers(config: &ModelConfig, arch: &str) -> Result<()> {
         "its layers without positions are {:?} (`no_rope_layers`, `layer_types`); those of llama.cpp's {arch} are {:?}",
         layers(&missing),
         layers(&wanted)
+    )))
+}
+
+/// Refuses a model whose queries in layers without positions do not grow as those of its
+/// architecture.
+fn refuse_other_growth(config: &ModelConfig, arch: &str) -> Result<()> {
+    let Some(GgufGrowth { beta, every }) = config.family.gguf.fixed_growth else { return Ok(()) };
+    let ropes = config.attentions().map(|attention| &config.ropes[attention.rope]);
+    let fits = |growth: QueryGrowth| growth.first == 1 && growth.beta == beta && growth.original == every;
+    let other = ropes.filter(|rope| !rope.has_positions()).find(|rope| !rope.query_growth.is_some_and(fits));
+    let Some(other) = other else { return Ok(()) };
+    let found = match other.query_growth {
+        Some(growth) => format!("grow by {} at each {}", growth.beta, growth.original),
+        None => "do not grow".to_owned(),
+    };
+    Err(refused(format!(
+        "queries of its layers without positions {found} (`attn_scale`, `floor_scale`, `attn_temperature_tuning`); those of llama.cpp's {arch} grow by {beta} at each {every} positions"
     )))
 }
 
@@ -122,31 +149,6 @@ fn local(config: &ModelConfig, rope: &Rope, arch: &str, description: &mut ModelD
     Ok(())
 }
 
-/// Adds the growth of queries with their positions. llama.cpp counts from the original context of
-/// yarn.
-fn growth(
-    config: &ModelConfig,
-    spec: &RopeSpec<'_>,
-    rope: &Rope,
-    arch: &str,
-    description: &mut ModelDescription,
-) -> Result<()> {
-    let Some(growth) = rope.query_growth else { return Ok(()) };
-    if spec.kind() != "yarn" || rope.trained_positions != growth.original {
-        return Err(refused(format!(
-            "with `llama_4_scaling_beta` its queries grow from {} positions on; llama.cpp's {arch} lets them grow from the original context of yarn on",
-            growth.original
-        )));
-    }
-    let beta = MetadataValue::F32(growth.beta as f32);
-    description.metadata.set(format!("{arch}.attention.temperature_scale"), beta);
-    if config.family.gguf.has_latents {
-        let length = count("original context", growth.original)?;
-        description.metadata.set(format!("{arch}.attention.temperature_length"), length);
-    }
-    Ok(())
-}
-
 /// Returns whether `rope` has only the unscaled frequencies of its base.
 fn is_plain(rope: &Rope) -> bool {
     rope.kind == RopeKind::Fixed
@@ -160,140 +162,152 @@ fn plain(rope: &Rope) -> impl Iterator<Item = f32> {
     (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
 }
 
-fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Result<()> {
-    let kind = spec.kind();
-    let known = match kind {
-        "default" | "linear" | "dynamic" => true,
-        kind => {
-            let is_known = config.family.gguf.rope_types.contains(&kind);
-            is_known && (kind != "yarn" || spec.is_usual_yarn(&config.family.gguf))
+impl FullRope<'_> {
+    /// Adds the growth of queries with their positions. llama.cpp counts from the original context
+    /// of yarn.
+    fn growth(&self, description: &mut ModelDescription) -> Result<()> {
+        let FullRope { config, spec, rope, arch } = self;
+        let Some(growth) = rope.query_growth else { return Ok(()) };
+        if spec.kind() != "yarn" || rope.trained_positions != growth.original {
+            return Err(refused(format!(
+                "with `llama_4_scaling_beta` its queries grow from {} positions on; llama.cpp's {arch} lets them grow from the original context of yarn on",
+                growth.original
+            )));
         }
-    };
-    if known {
+        let beta = MetadataValue::F32(growth.beta as f32);
+        description.metadata.set(format!("{arch}.attention.temperature_scale"), beta);
+        if config.family.gguf.has_latents {
+            let length = count("original context", growth.original)?;
+            description.metadata.set(format!("{arch}.attention.temperature_length"), length);
+        }
         Ok(())
-    } else {
-        Err(refused(format!(
-            "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
-        )))
     }
-}
 
-/// Returns the keys of yarn.
-fn yarn(
-    config: &ModelConfig,
-    spec: &RopeSpec<'_>,
-    rope: &Rope,
-    factor: f64,
-) -> Result<Vec<(&'static str, MetadataValue)>> {
-    let facts = &config.family.gguf;
-    let mut keys = vec![
-        ("type", MetadataValue::Text("yarn".into())),
-        ("factor", MetadataValue::F32(factor as f32)),
-        ("original_context_length", count("original context", rope.trained_positions)?),
-    ];
-    if facts.has_latents {
-        keys.push(("yarn_log_multiplier", latent_scale(config, spec, rope, factor)?));
-    } else {
-        // llama.cpp applies the paper's factor itself, and multiplies it by the key.
-        let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
-        let rest = f64::from(rope.attention_factor) / natural;
-        if (rest - 1.0).abs() > 1e-6 {
-            keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+    /// Refuses a scaling that the architecture does not have.
+    fn refuse_unknown(&self) -> Result<()> {
+        let FullRope { config, spec, arch, .. } = self;
+        let kind = spec.kind();
+        let known = match kind {
+            "default" | "linear" | "dynamic" => true,
+            kind => {
+                let is_known = config.family.gguf.rope_types.contains(&kind);
+                is_known && (kind != "yarn" || spec.is_usual_yarn(&config.family.gguf))
+            }
+        };
+        if known {
+            Ok(())
+        } else {
+            Err(refused(format!(
+                "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
+            )))
         }
     }
-    let ramp = [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")];
-    for (setting, key) in ramp.into_iter().filter(|_| facts.reads_yarn_ramp) {
-        // A zero counts as absent.
-        if let Some(beta) = spec.number(setting).filter(|beta| *beta != 0.0) {
-            keys.push((key, MetadataValue::F32(beta as f32)));
-        }
-    }
-    Ok(keys)
-}
 
-/// Returns the key by which llama.cpp scales the scores of latent attention under yarn: a tenth of
-/// `mscale_all_dim`.
-fn latent_scale(
-    config: &ModelConfig,
-    spec: &RopeSpec<'_>,
-    rope: &Rope,
-    factor: f64,
-) -> Result<MetadataValue> {
-    let all = spec.number("mscale_all_dim").unwrap_or(0.0);
-    // llama.cpp assumes that the angles are not scaled.
-    let is_known = all > 0.0 && (rope.attention_factor - 1.0).abs() < 1e-6;
-    let takes_others = config.family.gguf.architecture == "deepseek2";
-    if factor > 1.0 && (!is_known || all != 1.0 && !takes_others) {
-        let found = |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
-        return Err(refused(format!(
-            "`mscale` is {} and `mscale_all_dim` {}; llama.cpp's {} accepts equal numbers above 0{}",
-            found("mscale"),
-            found("mscale_all_dim"),
-            config.family.gguf.architecture,
-            if takes_others { "" } else { ", 1" }
-        )));
-    }
-    Ok(MetadataValue::F32(0.1 * all as f32))
-}
-
-fn scale(
-    config: &ModelConfig,
-    spec: &RopeSpec<'_>,
-    rope: &Rope,
-    arch: &str,
-    description: &mut ModelDescription,
-) -> Result<()> {
-    refuse_unknown(config, spec, arch)?;
-    let mut set = |key: &str, value: MetadataValue| {
-        description.metadata.set(format!("{arch}.rope.scaling.{key}"), value)
-    };
-    let ratio = || config.max_position_embeddings as f64 / rope.trained_positions as f64;
-    let factor = spec.number("factor").unwrap_or_else(ratio);
-    match spec.kind() {
-        "linear" => {
-            set("type", MetadataValue::Text("linear".into()));
-            set("factor", MetadataValue::F32(factor as f32));
+    /// Returns the keys of yarn.
+    fn yarn(&self, factor: f64) -> Result<Vec<(&'static str, MetadataValue)>> {
+        let FullRope { config, spec, rope, .. } = self;
+        let facts = &config.family.gguf;
+        let mut keys = vec![
+            ("type", MetadataValue::Text("yarn".into())),
+            ("factor", MetadataValue::F32(factor as f32)),
+            ("original_context_length", count("original context", rope.trained_positions)?),
+        ];
+        if facts.has_latents {
+            keys.push(("yarn_log_multiplier", self.latent_scale(factor)?));
+        } else {
+            // llama.cpp applies the paper's factor itself, and multiplies it by the key.
+            let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+            let rest = f64::from(rope.attention_factor) / natural;
+            if (rest - 1.0).abs() > 1e-6 {
+                keys.push(("attn_factor", MetadataValue::F32(rest as f32)));
+            }
         }
-        "yarn" => {
-            let keys = yarn(config, spec, rope, factor)?;
-            keys.into_iter().for_each(|(key, value)| set(key, value));
-            if !spec.truncates() {
-                description.notes.push(format!(
-                    "llama.cpp's {arch} rounds the ends of yarn's ramp to whole numbers: its results differ slightly"
+        let ramp = [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")];
+        for (setting, key) in ramp.into_iter().filter(|_| facts.reads_yarn_ramp) {
+            // A zero counts as absent.
+            if let Some(beta) = spec.number(setting).filter(|beta| *beta != 0.0) {
+                keys.push((key, MetadataValue::F32(beta as f32)));
+            }
+        }
+        Ok(keys)
+    }
+
+    /// Returns the key by which llama.cpp scales the scores of latent attention under yarn: a tenth
+    /// of `mscale_all_dim`.
+    fn latent_scale(&self, factor: f64) -> Result<MetadataValue> {
+        let FullRope { config, spec, rope, .. } = self;
+        let all = spec.number("mscale_all_dim").unwrap_or(0.0);
+        // llama.cpp assumes that the angles are not scaled.
+        let is_known = all > 0.0 && (rope.attention_factor - 1.0).abs() < 1e-6;
+        let takes_others = config.family.gguf.architecture == "deepseek2";
+        if factor > 1.0 && (!is_known || all != 1.0 && !takes_others) {
+            let found = |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
+            return Err(refused(format!(
+                "`mscale` is {} and `mscale_all_dim` {}; llama.cpp's {} accepts equal numbers above 0{}",
+                found("mscale"),
+                found("mscale_all_dim"),
+                config.family.gguf.architecture,
+                if takes_others { "" } else { ", 1" }
+            )));
+        }
+        Ok(MetadataValue::F32(0.1 * all as f32))
+    }
+
+    /// Adds the scaling of frequencies.
+    fn scale(&self, description: &mut ModelDescription) -> Result<()> {
+        let FullRope { config, spec, rope, arch } = self;
+        self.refuse_unknown()?;
+        let mut set = |key: &str, value: MetadataValue| {
+            description.metadata.set(format!("{arch}.rope.scaling.{key}"), value)
+        };
+        let ratio = || config.max_position_embeddings as f64 / rope.trained_positions as f64;
+        let factor = spec.number("factor").unwrap_or_else(ratio);
+        match spec.kind() {
+            "linear" => {
+                set("type", MetadataValue::Text("linear".into()));
+                set("factor", MetadataValue::F32(factor as f32));
+            }
+            "yarn" => {
+                let keys = self.yarn(factor)?;
+                keys.into_iter().for_each(|(key, value)| set(key, value));
+                if !spec.truncates() {
+                    description.notes.push(format!(
+                        "llama.cpp's {arch} rounds the ends of yarn's ramp to whole numbers: its results differ slightly"
+                    ));
+                }
+            }
+            "llama3" => {
+                let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
+                description.tensors.push(("rope_freqs.weight", divisors.collect()));
+            }
+            "longrope" | "su" => {
+                set("type", MetadataValue::Text("longrope".into()));
+                set("original_context_length", count("original context", rope.trained_positions)?);
+                set("attn_factor", MetadataValue::F32(rope.attention_factor));
+                if let RopeKind::LongRope { short, long } = &rope.kind {
+                    description.tensors.push(("rope_factors_long.weight", long.clone()));
+                    description.tensors.push(("rope_factors_short.weight", short.clone()));
+                }
+            }
+            // llama.cpp reads a tensor of divisors in layers of full attention; it has no zero.
+            "proportional" => {
+                let divisors = plain(rope).zip(&rope.inv_freq);
+                let divisors = divisors.map(|(_, found)| if *found == 0.0 { 1e30 } else { 1.0 });
+                description.tensors.push(("rope_freqs.weight", divisors.collect()));
+            }
+            // Hunyuan stretches the base once for all lengths.
+            "dynamic" if is_plain(rope) => {}
+            "dynamic" => description.notes.push(format!(
+                "llama.cpp has no dynamic rotary scaling: beyond {} tokens its results differ",
+                config.max_position_embeddings
+            )),
+            _ if is_plain(rope) => {}
+            _ => {
+                return Err(refused(
+                    "config.json leaves the scaling of its rotary positions to the family's default; accepted: as `rope_parameters` in config.json".into(),
                 ));
             }
         }
-        "llama3" => {
-            let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
-            description.tensors.push(("rope_freqs.weight", divisors.collect()));
-        }
-        "longrope" | "su" => {
-            set("type", MetadataValue::Text("longrope".into()));
-            set("original_context_length", count("original context", rope.trained_positions)?);
-            set("attn_factor", MetadataValue::F32(rope.attention_factor));
-            if let RopeKind::LongRope { short, long } = &rope.kind {
-                description.tensors.push(("rope_factors_long.weight", long.clone()));
-                description.tensors.push(("rope_factors_short.weight", short.clone()));
-            }
-        }
-        // llama.cpp reads a tensor of divisors in layers of full attention; it has no zero.
-        "proportional" => {
-            let divisors = plain(rope).zip(&rope.inv_freq);
-            let divisors = divisors.map(|(_, found)| if *found == 0.0 { 1e30 } else { 1.0 });
-            description.tensors.push(("rope_freqs.weight", divisors.collect()));
-        }
-        // Hunyuan stretches the base once for all lengths.
-        "dynamic" if is_plain(rope) => {}
-        "dynamic" => description.notes.push(format!(
-            "llama.cpp has no dynamic rotary scaling: beyond {} tokens its results differ",
-            config.max_position_embeddings
-        )),
-        _ if is_plain(rope) => {}
-        _ => {
-            return Err(refused(
-                "config.json leaves the scaling of its rotary positions to the family's default; accepted: as `rope_parameters` in config.json".into(),
-            ));
-        }
+        Ok(())
     }
-    Ok(())
 }

@@ -7,7 +7,7 @@
 //! llama.cpp's: its gemma derives the attention scale from the width of a head and
 //! reads no key. If `query_pre_attn_scalar` differs, q absorbs the quotient.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::places::{TensorPlace, places, row_of};
 use crate::error::Result;
@@ -99,6 +99,22 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
     Ok(all)
 }
 
+/// Returns the parameters that are lists of numbers under keys, one number a layer.
+///
+/// # Errors
+/// User: a tensor holds no floats.
+pub(super) fn lists(config: &ModelConfig, files: &ModelFiles) -> Result<BTreeMap<String, Vec<f32>>> {
+    let mut lists: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+    for spec in &model::parameters(config) {
+        for place in places(config, spec).into_iter().filter(|place| place.of_list.is_some()) {
+            let mut value = [0f32];
+            files.read_part(&spec.name, 0, &mut value)?;
+            lists.entry(place.name).or_default().extend(value);
+        }
+    }
+    Ok(lists)
+}
+
 /// Returns the tensors that a parameter becomes.
 fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<PlannedTensor> {
     let stored = model::stored_name(config, files, &spec.name);
@@ -111,7 +127,7 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
         change: change(config, spec),
         place,
     };
-    places(config, spec).into_iter().map(tensor).collect()
+    places(config, spec).into_iter().filter(|place| place.of_list.is_none()).map(tensor).collect()
 }
 
 /// Returns the change of a parameter's values.

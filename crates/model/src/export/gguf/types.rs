@@ -120,12 +120,16 @@ impl Mixture {
     pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
         let default = self.kind.default_type();
         let &[.., _, row] = shape else { return (BlockType::F32, BlockType::F32) };
-        let is_exact = name.ends_with(".bias") || name.contains("ssm_conv1d");
+        let is_exact =
+            name.ends_with(".bias") || name.contains("ssm_conv1d") || name.contains("shortconv.conv");
         if is_exact || name.ends_with("ffn_gate_inp.weight") {
             return (BlockType::F32, BlockType::F32);
         }
         if !default.is_quantized() {
             return (default, default);
+        }
+        if name == "per_layer_model_proj.weight" {
+            return (BlockType::BF16, BlockType::BF16);
         }
         let wanted = self.wanted(default, name, row);
         (or_smaller_blocks(wanted, row), wanted)
@@ -138,11 +142,15 @@ impl Mixture {
             None => (0, name),
         };
         match part {
-            "output.weight" | "token_embd.weight" if part == "output.weight" || self.tied => match default {
-                _ if !default.divides(row) => BlockType::Q8_0,
-                BlockType::Q8_0 => BlockType::Q8_0,
-                _ => BlockType::Q6K,
-            },
+            "output.weight" | "token_embd.weight" | "per_layer_token_embd.weight"
+                if part == "output.weight" || self.tied =>
+            {
+                match default {
+                    _ if !default.divides(row) => BlockType::Q8_0,
+                    BlockType::Q8_0 => BlockType::Q8_0,
+                    _ => BlockType::Q6K,
+                }
+            }
             "attn_k.weight" | "attn_v.weight" if self.has_eight_experts => BlockType::Q8_0,
             "attn_output.weight" if self.has_eight_experts && self.kind == GgufType::Q4KM => BlockType::Q5K,
             "attn_v.weight" | "attn_qkv.weight" => match default {
@@ -220,7 +228,7 @@ mod tests {
     fn types_by_hand() {
         use BlockType::{BF16, F16, F32, Q4_0, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         use GgufType as G;
-        let table: [(GgufType, bool, &str, usize, BlockType); 32] = [
+        let table: [(GgufType, bool, &str, usize, BlockType); 36] = [
             // Layers 0, 3, 6, 9, 10, 11 of 12 have more bits.
             (G::Q4KM, false, "blk.0.attn_v.weight", 256, Q6K),
             (G::Q4KM, false, "blk.1.attn_v.weight", 256, Q4K),
@@ -235,6 +243,10 @@ mod tests {
             (G::Q4KM, false, "token_embd.weight", 256, Q4K),
             (G::Q4KM, true, "token_embd.weight", 256, Q6K),
             (G::Q4KM, false, "blk.0.attn_norm.weight", 0, F32),
+            (G::Q4KM, true, "per_layer_token_embd.weight", 256, Q6K),
+            (G::Q4KM, true, "per_layer_model_proj.weight", 256, BF16),
+            (G::Q8_0, false, "blk.0.shortconv.conv.weight", 32, F32),
+            (G::Q8_0, false, "blk.0.shortconv.in_proj.weight", 64, Q8_0),
             (G::Q5KM, false, "blk.10.attn_v.weight", 256, Q6K),
             (G::Q5KM, false, "blk.8.attn_v.weight", 256, Q5K),
             (G::Q5KM, false, "blk.10.ffn_down.weight", 256, Q6K),

@@ -15,7 +15,14 @@ use crate::model::rope::Rope;
 
 pub(super) static APERTUS: Architecture = Architecture {
     module_name,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        has_xielu: true,
+        reads_o_bias: true,
+        tied_head: Some(false),
+        scales_by_default: true,
+        rope_types: &["llama3", "longrope", "yarn"],
+        ..GgufFacts::usual("apertus")
+    },
     ..parts::architecture("apertus", &["apertus"], compose)
 };
 

@@ -3,7 +3,7 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
-use super::sizes::{MOST_WIDE, ModelSizes};
+use super::sizes::{self, MOST_WIDE, ModelSizes};
 use super::{deepseek_v3, parts};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
@@ -16,11 +16,12 @@ const LEAST_SUM: f64 = 1e-6;
 
 pub(super) static ERNIE4_5_MOE: Architecture = Architecture {
     ties_embeddings: true,
+    num_kv_heads: Some(sizes::key_heads_or::<4>),
     module_name,
     router_bias_is_row: true,
     gguf: GgufFacts {
         reads_o_bias: true,
-        experts: Some(GgufExperts { has_dense_layers: true, ..GgufExperts::USUAL }),
+        experts: Some(GgufExperts { has_dense_layers: true, has_step: true, ..GgufExperts::USUAL }),
         ..GgufFacts::usual("ernie4_5-moe")
     },
     ..parts::architecture("ernie4_5_moe", &["ernie4_5_moe"], compose)
@@ -38,6 +39,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     };
     let blocks = sparse_layers(keys, sizes)?.into_iter().map(block).collect();
     let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 5e5)?)?;
+    let rope = parts::of_whole_heads(rope, sizes)?;
     parts::with_eps(keys, parts::llama_like(keys, blocks, Rope { interleaved: true, ..rope })?, 1e-5)
 }
 

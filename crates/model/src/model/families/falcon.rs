@@ -31,6 +31,14 @@ pub(super) static FALCON: Architecture = Architecture {
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     parts::refuse_other_heads(keys, sizes)?;
+    // transformers 5.24 takes it for the width, whatever `hidden_size` is.
+    if let Some(width) = keys.opt_usize("n_embed")?.filter(|width| *width != sizes.hidden_size) {
+        return Err(refused(
+            "n_embed",
+            width,
+            &format!("hidden_size, {}, or no such key", sizes.hidden_size),
+        ));
+    }
     if keys.bool_or("alibi", false)? {
         return Err(refused("alibi", true, "false, null, no such key"));
     }
@@ -40,8 +48,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
         AttentionMixer { qkv_bias: bias, o_bias: bias, fused: Some(FusedQkv::ByKeyHead), ..plain };
     let mlp = parts::plain_mlp_by(keys, "activation", "gelu", bias)?;
     let block = BlockConfig { residual: residual_plan(keys)?, ..BlockConfig::pre_norm(attention, mlp) };
-    let composition =
-        parts::llama_like(keys, vec![block; sizes.num_layers], parts::plain_rope(keys, sizes)?)?;
+    let rope = parts::of_whole_heads(parts::plain_rope(keys, sizes)?, sizes)?;
+    let composition = parts::llama_like(keys, vec![block; sizes.num_layers], rope)?;
     parts::with_layer_norms(keys, composition, "layer_norm_epsilon", true)
 }
 

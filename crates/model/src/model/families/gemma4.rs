@@ -28,6 +28,7 @@ const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 pub(super) static GEMMA4: Architecture = Architecture {
     head_dim: Some(gemma::HEAD_DIM),
+    num_kv_heads: Some(sizes::key_heads_or::<4>),
     ties_embeddings: true,
     module_name,
     stacked_experts: Some(StackedExperts { gate_up: "experts.gate_up_proj", down: "experts.down_proj" }),

@@ -2,6 +2,7 @@
 //! src/llama-model.cpp).
 
 use crate::ops::activation::PlainActivation;
+use crate::ops::experts::RouterScores;
 use crate::ops::glu::Activation;
 
 /// A family's architecture in llama.cpp, and its differences from most others.
@@ -14,6 +15,8 @@ pub struct GgufFacts {
     /// The activations of an MLP without a gate that llama.cpp computes alike, the family's first;
     /// empty: the architecture has a gate.
     pub plain_activations: &'static [PlainActivation],
+    /// True if the activation of an MLP without a gate is xIELU, whose numbers are keys.
+    pub has_xielu: bool,
     /// True if rotary positions rotate neighbouring elements, so the export interleaves the halves
     /// of each head of q and k.
     pub interleaves_heads: bool,
@@ -25,6 +28,8 @@ pub struct GgufFacts {
     pub reads_mlp_biases: bool,
     /// True if llama.cpp needs every bias that it reads.
     pub needs_biases: bool,
+    /// The name of the norm before the head.
+    pub final_norm: &'static str,
     /// The name of the norm before the MLP.
     pub mlp_norm: &'static str,
     /// The names of the norms before attention and the MLP where both read the block's input.
@@ -61,6 +66,10 @@ pub struct GgufFacts {
     pub local_rope: Option<GgufLocalRope>,
     /// The layers without positions.
     pub no_positions: GgufNoPositions,
+    /// The growth of queries in layers without positions; `None`: they do not grow.
+    pub fixed_growth: Option<GgufGrowth>,
+    /// The number of experts of models without norms of q and k; all others have these.
+    pub unnormed_at: Option<usize>,
     /// Supported values of `rope_type` besides default, linear and dynamic.
     pub rope_types: &'static [&'static str],
     /// True if keys set the ramp of yarn, `beta_fast` and `beta_slow`.
@@ -69,6 +78,10 @@ pub struct GgufFacts {
     pub rounds_yarn_ramp: bool,
     /// True if attention is latent.
     pub has_latents: bool,
+    /// True if layers without key heads are short convolutions.
+    pub has_short_convs: bool,
+    /// True if config.json without a scaling of rotary positions has one.
+    pub scales_by_default: bool,
     /// Gated DeltaNet; `None`: every layer has attention.
     pub delta: Option<GgufDelta>,
     /// The number of layers at which `hidden_size / num_attention_heads` scales the scores, instead
@@ -110,13 +123,21 @@ pub struct GgufExperts {
     pub renormalizes: Option<bool>,
     /// True if a key sets their inner width, instead of that of a model without experts.
     pub has_width: bool,
-    /// True if a key sets the number of first layers without experts; otherwise every layer has
-    /// experts.
+    /// True if a key sets the number of first layers without experts.
     pub has_dense_layers: bool,
+    /// True if a key sets the interval of layers with experts. Without this key and the one before
+    /// every layer has experts.
+    pub has_step: bool,
     /// True if a key sets the number of shared experts, in widths of an expert.
     pub has_shared_count: bool,
-    /// True if keys set the function of the scores, and a factor on the weights.
+    /// True if keys name the function of the scores, and a factor on the weights.
     pub has_scores: bool,
+    /// True if that factor has an effect.
+    pub reads_factor: bool,
+    /// The function of the scores without such keys.
+    pub scores: RouterScores,
+    /// True if the choice always adds a stored bias to each score.
+    pub needs_bias: bool,
     /// True if an MLP beside the experts has another width.
     pub has_mlp: bool,
 }
@@ -127,8 +148,12 @@ impl GgufExperts {
         renormalizes: Some(true),
         has_width: true,
         has_dense_layers: false,
+        has_step: false,
         has_shared_count: false,
         has_scores: false,
+        reads_factor: false,
+        scores: RouterScores::Softmax,
+        needs_bias: false,
         has_mlp: false,
     };
     /// The experts of DeepSeek-V3.
@@ -137,6 +162,7 @@ impl GgufExperts {
         has_dense_layers: true,
         has_shared_count: true,
         has_scores: true,
+        reads_factor: true,
         ..GgufExperts::USUAL
     };
 }
@@ -169,6 +195,18 @@ pub enum GgufSliding {
     Always,
     /// Every model of this number of layers, and no other.
     OfLayers(usize),
+    /// Every model, by blocks of this many tokens instead of windows.
+    InBlocks(usize),
+}
+
+/// The growth of queries with their positions in an architecture of llama.cpp, from a first
+/// position of 1 on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GgufGrowth {
+    /// The factor on the logarithm.
+    pub beta: f64,
+    /// The number of positions between two steps.
+    pub every: usize,
 }
 
 /// The rotary positions of the sliding layers of an architecture of llama.cpp: never scaled.
@@ -225,11 +263,13 @@ impl GgufFacts {
         architecture: "",
         activation: Activation::Silu,
         plain_activations: &[],
+        has_xielu: false,
         interleaves_heads: false,
         heads_fill_hidden: false,
         reads_o_bias: false,
         reads_mlp_biases: false,
         needs_biases: false,
+        final_norm: "output_norm",
         mlp_norm: "ffn_norm",
         parallel_norms: ["attn_norm", "ffn_norm"],
         names_parallel: false,
@@ -248,10 +288,14 @@ impl GgufFacts {
         rotates_partly: false,
         local_rope: None,
         no_positions: GgufNoPositions::Never,
+        fixed_growth: None,
+        unnormed_at: None,
         rope_types: &["yarn"],
         reads_yarn_ramp: false,
         rounds_yarn_ramp: false,
         has_latents: false,
+        has_short_convs: false,
+        scales_by_default: false,
         delta: None,
         scales_by_hidden_at: None,
         seventy_b: GgufSeventyB::Never,

@@ -12,6 +12,14 @@ use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::rms_norm::NormKind;
 use crate::weights::{ClassNames, TIE_EMBEDDING};
 
+/// The facts of LFM2; one with experts has others besides.
+pub(super) const GGUF: GgufFacts = GgufFacts {
+    heads_fill_hidden: true,
+    final_norm: "token_embd_norm",
+    has_short_convs: true,
+    ..GgufFacts::usual("lfm2")
+};
+
 pub(super) static LFM2: Architecture =
     Architecture { inner_width: Some(inner_width), ..architecture("lfm2", &["lfm2"], compose) };
 
@@ -27,7 +35,7 @@ pub(super) const fn architecture(
         num_kv_heads: Some(num_kv_heads),
         module_name,
         class_names: &ClassNames::LFM2,
-        gguf: GgufFacts::NONE,
+        gguf: GGUF,
         ..parts::architecture(name, model_types, compose)
     }
 }

@@ -2,6 +2,7 @@
 //! router of sigmoids chooses with a bias.
 
 use super::architecture::{Architecture, Composition};
+use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use super::{lfm2, parts};
 use crate::error::{Error, Result};
@@ -9,8 +10,20 @@ use crate::model::composition::{BlockConfig, Experts};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::ops::experts::{Router, RouterScores};
 
-pub(super) static LFM2_MOE: Architecture =
-    Architecture { may_be_dense: true, ..lfm2::architecture("lfm2_moe", &["lfm2_moe"], compose) };
+pub(super) static LFM2_MOE: Architecture = Architecture {
+    may_be_dense: true,
+    gguf: GgufFacts {
+        architecture: "lfm2moe",
+        experts: Some(GgufExperts {
+            has_dense_layers: true,
+            has_scores: true,
+            needs_bias: true,
+            ..GgufExperts::USUAL
+        }),
+        ..lfm2::GGUF
+    },
+    ..lfm2::architecture("lfm2_moe", &["lfm2_moe"], compose)
+};
 
 /// Added to the sum of a token's sigmoids (transformers 5.24, `Lfm2MoeTopKRouter`).
 const SUM_OFFSET: f32 = 1e-6;

@@ -3,7 +3,7 @@
 //! shared one.
 
 use super::architecture::{Architecture, Composition, StackedExperts};
-use super::gguf_facts::GgufFacts;
+use super::gguf_facts::{GgufExperts, GgufFacts, GgufGrowth, GgufNoPositions, GgufSliding, GgufWindows};
 use super::sizes::{MOST_WIDE, ModelSizes};
 use super::{parts, smollm3};
 use crate::error::Result;
@@ -23,7 +23,20 @@ pub(super) static LLAMA4: Architecture = Architecture {
     }),
     transposes_stacks: true,
     may_be_dense: true,
-    gguf: GgufFacts::NONE,
+    gguf: GgufFacts {
+        experts: Some(GgufExperts {
+            renormalizes: Some(false),
+            has_step: true,
+            scores: RouterScores::Sigmoid,
+            ..GgufExperts::USUAL
+        }),
+        windows: Some(GgufWindows { period: 4, models: GgufSliding::InBlocks(8192) }),
+        no_positions: GgufNoPositions::LastOf(4),
+        fixed_growth: Some(GgufGrowth { beta: 0.1, every: 8192 }),
+        unnormed_at: Some(128),
+        rope_types: &["llama3", "yarn"],
+        ..GgufFacts::usual("llama4")
+    },
     ..parts::architecture("llama4", &["llama4_text"], compose)
 };
 

@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
-use super::sizes::ModelSizes;
+use super::sizes::{self, ModelSizes};
 use super::{mixtral, olmo2};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
@@ -18,6 +18,7 @@ const EXPERTS: ExpertKeys =
 
 pub(super) static MINIMAX_M2: Architecture = Architecture {
     head_dim: Some(128),
+    num_kv_heads: Some(sizes::key_heads_or::<8>),
     module_name,
     gguf: GgufFacts {
         tied_head: Some(false),

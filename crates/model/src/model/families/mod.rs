@@ -64,7 +64,7 @@ use serde_json::Value;
 
 pub use architecture::Architecture;
 pub use gguf_facts::{
-    GgufDelta, GgufExperts, GgufFacts, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
+    GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions, GgufSeventyB, GgufSliding,
     GgufSoftcap, GgufWindows,
 };
 
@@ -279,6 +279,40 @@ mod tests {
                 "{key} {value}: {refused:?}"
             );
         }
+    }
+
+    /// The defaults of transformers 5.24's configuration classes, and keys that it reads otherwise.
+    #[test]
+    fn key_heads_have_their_familys_default() {
+        let of = |model_type: &str, changes: &[(&str, Value)]| {
+            let sizes = json!({ "model_type": model_type, "vocab_size": 8, "hidden_size": 128, "intermediate_size": 24,
+                "num_hidden_layers": 2, "num_attention_heads": 16, "head_dim": 8, "hidden_size_per_layer_input": 0 });
+            let mut keys: Map<String, Value> = sizes.as_object().cloned().unwrap_or_default();
+            keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+            let config = ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json");
+            config.map(|config| config.heads.num_kv_heads)
+        };
+        for (model_type, count) in [
+            ("ernie4_5_moe", 4),
+            ("gemma4_text", 4),
+            ("gemma4_unified_text", 4),
+            ("minimax_m2", 8),
+            ("llama", 16),
+        ] {
+            assert_eq!(of(model_type, &[]).expect("a model"), count, "{model_type}");
+            let null = [("num_key_value_heads", Value::Null)];
+            assert_eq!(of(model_type, &null).expect("a model"), 16, "{model_type}");
+        }
+        for model_type in ["falcon", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5_moe"] {
+            let partial = |part: f64| of(model_type, &[("partial_rotary_factor", json!(part))]);
+            assert!(partial(1.0).is_ok(), "{model_type}");
+            let refused = partial(0.5).expect_err("transformers rotates whole heads").to_string();
+            assert!(refused.contains("partial_rotary_factor"), "{refused}");
+        }
+        let falcon = |width: usize| of("falcon", &[("n_embed", json!(width))]);
+        assert!(falcon(128).is_ok());
+        let refused = falcon(256).expect_err("another width").to_string();
+        assert!(refused.contains("n_embed"), "{refused}");
     }
 
     /// transformers takes layers without a kind for Mamba layers.

@@ -352,6 +352,16 @@ pub(super) fn rope_context(keys: &ConfigReader<'_>, sizes: &ModelSizes, theta: f
     })
 }
 
+/// Returns `rope` if it rotates whole heads: transformers 5.24 computes no other in some families.
+pub(super) fn of_whole_heads(rope: Rope, sizes: &ModelSizes) -> Result<Rope> {
+    let (rotated, width) = (2 * rope.inv_freq.len(), sizes.heads.head_dim);
+    if rotated == width {
+        return Ok(rope);
+    }
+    let accepted = "1, no such key: this family rotates whole heads";
+    Err(refused("partial_rotary_factor", rotated as f64 / width as f64, accepted))
+}
+
 /// Reads the scaling object of a rope: `rope_parameters` of transformers 5, or `rope_scaling` of
 /// older ones.
 pub(super) fn rope_scaling<'a>(keys: &ConfigReader<'a>) -> Result<Option<ConfigReader<'a>>> {

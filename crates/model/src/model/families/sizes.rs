@@ -49,6 +49,17 @@ impl ModelSizes {
     }
 }
 
+/// Reads the number of key-value heads, which is `COUNT` in a file without the key, and that of
+/// query heads where it is null.
+///
+/// # Errors
+/// User: the key is mistyped or too large.
+pub(super) fn key_heads_or<const COUNT: usize>(keys: &ConfigReader<'_>, num_heads: usize) -> Result<usize> {
+    let key = "num_key_value_heads";
+    let default = if keys.mentions(key) { num_heads } else { COUNT };
+    Ok(keys.opt_size(key, MOST_HEADS)?.unwrap_or(default))
+}
+
 /// Returns heads as wide as the wider of keys and values.
 fn latent_heads(keys: &ConfigReader<'_>) -> Result<Heads> {
     let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;

@@ -15,6 +15,8 @@ pub(crate) struct GgufFile {
     keys: BTreeMap<String, GgufValue>,
     /// The tensors by name, with the position of their file.
     tensors: BTreeMap<String, (usize, GgufTensor)>,
+    /// The keys of the first file with lists of f32, as tensors with a row for each number.
+    lists: BTreeMap<String, GgufTensor>,
 }
 
 impl GgufFile {
@@ -24,6 +26,7 @@ impl GgufFile {
     /// User: a part is missing, malformed or truncated, or two have a tensor of the same name.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let (mut shards, mut keys, mut tensors) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        let mut lists = BTreeMap::new();
         for part in parts_of(path) {
             let mut shard = Shard::map(&part)?;
             let found = header::parse(shard.whole(), &part)?;
@@ -38,10 +41,11 @@ impl GgufFile {
             // The first part has the keys of the model.
             if shards.is_empty() {
                 keys = found.keys;
+                lists = found.lists.into_iter().map(|list| (list.name.clone(), list)).collect();
             }
             shards.push(shard);
         }
-        Ok(GgufFile { shards, keys, tensors })
+        Ok(GgufFile { shards, keys, tensors, lists })
     }
 
     /// Returns its first file.
@@ -64,14 +68,20 @@ impl GgufFile {
         self.tensors.get(name).map(|(_, tensor)| tensor)
     }
 
+    /// Returns whether it has a tensor, or a list of numbers, of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.place(name).is_some()
+    }
+
     /// Returns all tensors, sorted by name.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &GgufTensor> {
         self.tensors.values().map(|(_, tensor)| tensor)
     }
 
-    /// Returns a tensor with the position of its file.
+    /// Returns a tensor, or a list of numbers, with the position of its file.
     pub(super) fn place(&self, name: &str) -> Option<(usize, &GgufTensor)> {
-        self.tensors.get(name).map(|(shard, tensor)| (*shard, tensor))
+        let tensor = self.tensors.get(name).map(|(shard, tensor)| (*shard, tensor));
+        tensor.or_else(|| self.lists.get(name).map(|list| (0, list)))
     }
 
     /// Returns the values of a small tensor.

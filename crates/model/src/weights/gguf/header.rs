@@ -55,6 +55,8 @@ pub(crate) struct GgufTensor {
 pub(super) struct GgufHeader {
     pub(super) keys: BTreeMap<String, GgufValue>,
     pub(super) tensors: Vec<GgufTensor>,
+    /// The keys with lists of f32, as tensors with a row for each number.
+    pub(super) lists: Vec<GgufTensor>,
 }
 
 /// Parses the header of `file`, the whole contents of `path`.
@@ -73,11 +75,20 @@ fn parse_checked(file: &[u8]) -> Result<GgufHeader, String> {
     let mut reader = HeaderReader { file, at: 0, values: 0 };
     check_start(&mut reader)?;
     let (tensor_count, key_count) = (reader.u64()?, reader.u64()?);
-    let mut keys = BTreeMap::new();
+    let (mut keys, mut lists) = (BTreeMap::new(), Vec::new());
     for _ in 0..key_count {
         let key = reader.name("key")?;
         let kind = reader.u32()?;
+        let start = reader.at;
         let value = reader.value(kind).map_err(|cause| format!("key `{}`: {cause}", clip(&key)))?;
+        if let GgufValue::List(list) = &value {
+            // The type and the number of the values come first.
+            let range = start + 12..reader.at;
+            let is_f32 = file[start..].starts_with(&6u32.to_le_bytes()) && !list.is_empty();
+            let shape = vec![list.len(), 1];
+            let tensor = || GgufTensor { name: key.clone(), kind: BlockType::F32, shape, range };
+            lists.extend(is_f32.then(tensor));
+        }
         if keys.insert(key.clone(), value).is_some() {
             return Err(format!("key `{}` is in its header twice", clip(&key)));
         }
@@ -95,7 +106,7 @@ fn parse_checked(file: &[u8]) -> Result<GgufHeader, String> {
     let tensors = entries.into_iter().map(|entry| place(entry, start, alignment, file.len()));
     let tensors = tensors.collect::<Result<Vec<_>, String>>()?;
     check_apart(&tensors)?;
-    Ok(GgufHeader { keys, tensors })
+    Ok(GgufHeader { keys, tensors, lists })
 }
 
 fn check_start(reader: &mut HeaderReader<'_>) -> Result<(), String> {
@@ -333,6 +344,19 @@ mod tests {
         for end in 0..bytes.len() {
             assert!(parse_checked(&bytes[..end]).is_err(), "{end}");
         }
+    }
+
+    #[test]
+    fn lists_of_f32_have_places_in_the_file() {
+        let of = |kind: u32, count: u64, values: &[u8]| {
+            let value = [&9u32.to_le_bytes()[..], &kind.to_le_bytes(), &count.to_le_bytes(), values].concat();
+            let bytes = file(&value, &[], 0);
+            let lists = parse_checked(&bytes).expect("valid").lists;
+            lists.first().map(|list| (list.shape.clone(), bytes[list.range.clone()].to_vec()))
+        };
+        let values: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+        assert_eq!(of(6, 2, &values), Some((vec![2, 1], values.clone())));
+        assert_eq!((of(12, 1, &values), of(6, 0, &[])), (None, None));
     }
 
     /// Each would allocate what it claims, read another tensor, or end the process.

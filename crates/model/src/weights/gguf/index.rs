@@ -32,6 +32,9 @@ pub(crate) struct GgufIndex {
     pub(crate) file: PathBuf,
     /// The parameters by name.
     pub(crate) parameters: BTreeMap<String, GgufParameter>,
+    /// Notes on tensors that the model does not use.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) notes: Vec<String>,
 }
 
 /// A parameter in the form of [`ModelFiles`].
@@ -58,7 +61,9 @@ pub(in crate::weights) fn open(folder: &Path) -> Result<ModelFiles> {
         tensors.insert(name.clone(), info);
         all_parts.extend(parts.map(|parts| (name.clone(), StoredParts::Blocks(parts))));
     }
-    Ok(ModelFiles::of_gguf(folder, file.shards, tensors, all_parts))
+    let mut files = ModelFiles::of_gguf(folder, file.shards, tensors, all_parts);
+    index.notes.into_iter().for_each(|note| files.note(note));
+    Ok(files)
 }
 
 /// Finds the tensors of a parameter, whose rows are in `order`.
@@ -67,7 +72,8 @@ fn sources(
     parameter: &GgufParameter,
     order: Option<&FileOrder>,
 ) -> Result<Vec<BlockSource>, String> {
-    let GgufParameter { tensors, expert, shape, .. } = parameter;
+    let GgufParameter { tensors, expert, half, shape, .. } = parameter;
+    let halves = if half.is_some() { 2 } else { 1 };
     let columns = shape.last().copied().unwrap_or(1);
     let share = shape.iter().product::<usize>() / tensors.len().max(1);
     let mut sources = Vec::new();
@@ -75,9 +81,9 @@ fn sources(
         let share = order.map_or(share, |order| order.elements(at));
         let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
-        let experts = if expert.is_some() { tensor.shape[0] } else { 1 };
+        let experts = halves * if expert.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
-        let one = expert.unwrap_or(0);
+        let one = halves * expert.unwrap_or(0) + half.unwrap_or(0).min(halves - 1);
         let is_wide = order.map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
         if !is_wide || stored != share * experts || one >= experts {
             let what = if expert.is_some() { " for each expert" } else { "" };

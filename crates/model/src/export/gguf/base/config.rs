@@ -22,6 +22,8 @@ const WINDOW: usize = 4096;
 /// A model as config.json describes it.
 pub(super) struct Described {
     pub(super) config: ModelConfig,
+    /// The number of blocks that predict further tokens.
+    pub(super) further_blocks: usize,
     pub(super) json: Map<String, Value>,
 }
 
@@ -51,7 +53,7 @@ pub(super) fn read(file: &GgufFile) -> Result<Described> {
     }
     check(&keys, &config, &json).during(whole)?;
     keys.refuse_unread()?;
-    Ok(Described { config, json })
+    Ok(Described { config, further_blocks: keys.further_blocks()?, json })
 }
 
 /// Chooses among the families of an architecture. If several differ by windows or by layers without
@@ -111,9 +113,7 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     ] {
         set(key, has_bias(file, module).into());
     }
-    if let Some(width) = keys.size("feed_forward_length")? {
-        set(family.intermediate_size, width.into());
-    }
+    settings.extend(mixers::inner_widths(keys, family)?);
     settings.extend(factors(keys, family, head_dim, hidden / heads.max(1), layers)?);
     settings.extend(mixers::experts(keys, family)?);
     settings.extend(windows(keys, family, layers)?);
@@ -125,18 +125,21 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
 /// The largest accepted number of blocks, as in config.json.
 const MOST_LAYERS: usize = 1 << 16;
 
-/// Returns the number of blocks, each of which has tensors.
+/// Returns the number of blocks, each of which has tensors, without those that predict further
+/// tokens.
 fn block_count(keys: &ArchKeys<'_>) -> Result<usize> {
-    let layers = keys.required("block_count")?;
-    if layers > MOST_LAYERS {
-        let cause = format!("its key `{}.block_count` is {layers}; accepted: up to {MOST_LAYERS}", keys.arch);
-        return Err(keys.file.refused(cause));
+    let (all, further) = (keys.required("block_count")?, keys.further_blocks()?);
+    let key = format!("{}.block_count", keys.arch);
+    if all > MOST_LAYERS {
+        return Err(keys.file.refused(format!("its key `{key}` is {all}; accepted: up to {MOST_LAYERS}")));
     }
-    let last = format!("blk.{}.", layers.saturating_sub(1));
+    let Some(layers) = all.checked_sub(further).filter(|layers| *layers > 0) else {
+        let accepted = format!("`{}.nextn_predict_layers`, {further}", keys.arch);
+        return Err(keys.file.refused(format!("its key `{key}` is {all}; accepted: more than {accepted}")));
+    };
+    let last = format!("blk.{}.", layers - 1);
     if !keys.file.tensors().any(|tensor| tensor.name.starts_with(&last)) {
-        let cause =
-            format!("its key `{}.block_count` is {layers}, and it has no tensor `{last}*`", keys.arch);
-        return Err(keys.file.refused(cause));
+        return Err(keys.file.refused(format!("its key `{key}` is {all}, and it has no tensor `{last}*`")));
     }
     Ok(layers)
 }
@@ -239,15 +242,24 @@ fn factors(
 /// The width of sliding windows and the layers that have one.
 fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<Map<String, Value>> {
     let mut json = Map::new();
-    let given = keys.size("attention.sliding_window")?.filter(|width| *width > 0);
+    const KEY: &str = "attention.sliding_window";
+    let given = keys.size(KEY)?;
     let Some(GgufWindows { period, models }) = family.gguf.windows else {
+        let given = given.filter(|width| *width > 0);
         json.extend(given.map(|width| ("sliding_window".to_owned(), width.into())));
         return Ok(json);
     };
     let width = match models {
-        GgufSliding::WithKey => given,
-        GgufSliding::Always => Some(given.unwrap_or(WINDOW)),
-        GgufSliding::OfLayers(count) => (layers == count).then_some(given.unwrap_or(WINDOW)),
+        GgufSliding::InBlocks(_) if given == Some(0) => {
+            let accepted = "no such key: its attention is within blocks of tokens";
+            return Err(keys.refused(KEY, &GgufValue::Integer(0), accepted));
+        }
+        GgufSliding::InBlocks(length) => Some(length),
+        GgufSliding::WithKey => given.filter(|width| *width > 0),
+        GgufSliding::Always => Some(given.filter(|width| *width > 0).unwrap_or(WINDOW)),
+        GgufSliding::OfLayers(count) => {
+            (layers == count).then_some(given.filter(|width| *width > 0).unwrap_or(WINDOW))
+        }
     };
     let pattern = keys.get("attention.sliding_window_pattern");
     let slides: Option<Vec<bool>> = match pattern {
@@ -255,17 +267,17 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
         Some(GgufValue::Integer(found)) => {
             usize::try_from(*found).ok().map(|period| by_period(period, layers))
         }
-        Some(GgufValue::List(list)) => list.iter().map(is_set).collect(),
-        Some(_) => None,
+        Some(_) => keys.of_layers(pattern, layers, is_set)?,
     };
     let slides = slides.filter(|slides| slides.len() == layers).ok_or_else(|| {
         let accepted = format!("a period, or true or false for each of the {layers} layers");
         keys.refused("attention.sliding_window_pattern", pattern.unwrap_or(&GgufValue::Integer(0)), &accepted)
     })?;
-    let kind = |slides: bool| {
-        if slides && width.is_some() { "sliding_attention" } else { "full_attention" }
-    };
-    json.insert("sliding_window".to_owned(), width.into());
+    let in_blocks = matches!(models, GgufSliding::InBlocks(_));
+    let local = if in_blocks { "chunked_attention" } else { "sliding_attention" };
+    let kind = |slides: bool| if slides && width.is_some() { local } else { "full_attention" };
+    let key = if in_blocks { "attention_chunk_size" } else { "sliding_window" };
+    json.insert(key.to_owned(), width.into());
     json.insert("layer_types".to_owned(), slides.into_iter().map(kind).collect());
     Ok(json)
 }
@@ -284,7 +296,9 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
         match keys.get(own) {
             // llama.cpp decides by the norm, and its converter writes the key without knowing.
             Some(_) if own == "use_parallel_residual" && config.family.gguf.parallel_by_norm => {}
-            Some(theirs) if !agree(ours, single(theirs)) => {
+            // The number of all blocks, from which that of the model has been taken.
+            Some(_) if own == "block_count" => {}
+            Some(theirs) if !agree(own, ours, single(theirs)) => {
                 return Err(keys.file.refused(format!(
                     "its key `{key}` is {}; finetune computes such a model with {ours:?}",
                     shown(theirs)
@@ -311,9 +325,17 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
     Ok(())
 }
 
-/// Returns whether two values are the same.
-fn agree(ours: &MetadataValue, theirs: &GgufValue) -> bool {
+/// Returns whether two values of `key` are the same.
+fn agree(key: &str, ours: &MetadataValue, theirs: &GgufValue) -> bool {
+    let same = |ours: &i32, theirs: &GgufValue| *theirs == GgufValue::Integer(i64::from(*ours));
     match (ours, theirs) {
+        // Sections of axes, which are the same for text.
+        (MetadataValue::I32s(_), _) if key == "rope.dimension_sections" => true,
+        // Those of blocks that predict further tokens may follow.
+        (MetadataValue::I32s(ours), GgufValue::List(list)) => {
+            list.len() >= ours.len() && ours.iter().zip(list).all(|(ours, theirs)| same(ours, theirs))
+        }
+        (MetadataValue::I32s(ours), one) => ours.iter().all(|ours| same(ours, one)),
         (MetadataValue::U32(ours), GgufValue::Integer(theirs)) => i64::from(*ours) == *theirs,
         (MetadataValue::F32(ours), GgufValue::Float(theirs)) => {
             (ours - theirs).abs() <= 1e-6 * ours.abs().max(theirs.abs())
@@ -321,7 +343,7 @@ fn agree(ours: &MetadataValue, theirs: &GgufValue) -> bool {
         (MetadataValue::Bool(ours), GgufValue::Bool(theirs)) => ours == theirs,
         (MetadataValue::Text(ours), GgufValue::Text(theirs)) => ours == theirs,
         // Lists, which the layers have been read from.
-        (MetadataValue::Bools(_) | MetadataValue::I32s(_), _) => true,
+        (MetadataValue::Bools(_), _) => true,
         _ => false,
     }
 }
@@ -351,6 +373,8 @@ mod tests {
             ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
             ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
             ("gpt_oss", "GptOssForCausalLM"),
+            ("lfm2_moe", "Lfm2MoeForCausalLM"),
+            ("llama4_text", "Llama4ForCausalLM"),
             ("deepseek_v3", "DeepseekV3ForCausalLM"),
         ] {
             assert_eq!(class_name(model_type), class);

@@ -88,6 +88,24 @@ impl<'a> ArchKeys<'a> {
         self.size(key)?.ok_or_else(|| self.file.refused(format!("its key `{}.{key}` is missing", self.arch)))
     }
 
+    /// Returns the number of blocks after the others that predict further tokens.
+    pub(super) fn further_blocks(&self) -> Result<usize> {
+        Ok(self.size("nextn_predict_layers")?.unwrap_or(0))
+    }
+
+    /// Returns one value of a list for each of the `layers` blocks of the model, if `value` is such
+    /// a list. Lists may go on with the blocks that predict further tokens.
+    pub(super) fn of_layers<T>(
+        &self,
+        value: Option<&GgufValue>,
+        layers: usize,
+        read: impl Fn(&GgufValue) -> Option<T>,
+    ) -> Result<Option<Vec<T>>> {
+        let Some(GgufValue::List(list)) = value else { return Ok(None) };
+        let fits = list.len() == layers || list.len() == layers + self.further_blocks()?;
+        Ok(if fits { list.iter().take(layers).map(read).collect() } else { None })
+    }
+
     pub(super) fn float(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", |value| match value {
             GgufValue::Float(number) => Some(shortest(*number)),

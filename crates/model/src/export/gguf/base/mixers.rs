@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{ArchKeys, is_set};
+use super::keys::{ArchKeys, is_set, single};
 use crate::error::Result;
 use crate::model::Architecture;
 use crate::ops::activation::PlainActivation;
@@ -38,11 +38,75 @@ pub(super) fn heads(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -
     if facts.own_heads {
         return own_heads(keys, json, head_dim, layers);
     }
+    if facts.has_short_convs {
+        return convolutions(keys, json, head_dim, layers);
+    }
     let of_keys = keys.size("attention.head_count_kv")?.unwrap_or(count);
     json.insert("num_key_value_heads".to_owned(), of_keys.into());
     json.insert("num_kv_heads".to_owned(), of_keys.into());
     json.insert("head_dim".to_owned(), head_dim.into());
     Ok(HeadSettings { json, head_dim })
+}
+
+/// Returns the number of key heads of each layer.
+fn key_heads(keys: &ArchKeys<'_>, layers: usize) -> Result<Vec<usize>> {
+    let number = |value: &GgufValue| match value {
+        GgufValue::Integer(number) => usize::try_from(*number).ok(),
+        _ => None,
+    };
+    let found = keys.get("attention.head_count_kv");
+    let counts = match found {
+        Some(GgufValue::List(_)) => keys.of_layers(found, layers, number)?,
+        other => other.and_then(number).map(|count| vec![count; layers]),
+    };
+    counts.ok_or_else(|| {
+        let found = found.cloned().unwrap_or(GgufValue::Integer(0));
+        keys.refused("attention.head_count_kv", &found, "a number for each layer")
+    })
+}
+
+/// Reads the layers that have attention, and the convolution of the others.
+fn convolutions(
+    keys: &ArchKeys<'_>,
+    mut json: Map<String, Value>,
+    head_dim: usize,
+    layers: usize,
+) -> Result<HeadSettings> {
+    let counts = key_heads(keys, layers)?;
+    let kind = |count: &usize| if *count == 0 { "conv" } else { "full_attention" };
+    let kernel = keys.required("shortconv.l_cache")?;
+    for (key, value) in [
+        // Layers with other numbers of heads are refused with the keys of the composed model.
+        ("num_key_value_heads", json!(counts.iter().max().filter(|most| **most > 0))),
+        ("layer_types", counts.iter().map(kind).collect()),
+        ("conv_L_cache", kernel.into()),
+        ("block_auto_adjust_ff_dim", false.into()),
+    ] {
+        json.insert(key.to_owned(), value);
+    }
+    Ok(HeadSettings { json, head_dim })
+}
+
+/// Reads the inner width of MLPs. Where blocks read keys of others, it may be twice as wide.
+///
+/// # Errors
+/// User: the key is mistyped.
+pub(super) fn inner_widths(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
+    let key = "feed_forward_length";
+    let mut json = Map::new();
+    let (width, is_list) = match keys.get(key).map(single) {
+        Some(GgufValue::List(list)) if family.gguf.own_heads => (list.first(), true),
+        _ => (None, false),
+    };
+    let width = match width {
+        Some(GgufValue::Integer(width)) => usize::try_from(*width).ok(),
+        _ => keys.size(key)?,
+    };
+    json.extend(width.map(|width| (family.intermediate_size.to_owned(), width.into())));
+    if family.gguf.own_heads {
+        json.insert("use_double_wide_mlp".to_owned(), is_list.into());
+    }
+    Ok(json)
 }
 
 /// Reads the heads of layers with a window and of the others.
@@ -54,32 +118,17 @@ fn own_heads(
 ) -> Result<HeadSettings> {
     let sliding = keys.size("attention.key_length_swa")?.unwrap_or(full);
     let slides = flags(keys, "attention.sliding_window_pattern", layers)?;
-    let counts = match keys.get("attention.head_count_kv") {
-        Some(GgufValue::List(list)) if list.len() == layers => list.clone(),
-        Some(GgufValue::Integer(number)) => vec![GgufValue::Integer(*number); layers],
-        other => {
-            let found = other.cloned().unwrap_or(GgufValue::Integer(0));
-            return Err(keys.refused("attention.head_count_kv", &found, "a number for each layer"));
-        }
-    };
+    let counts = key_heads(keys, layers)?;
     let of = |kind: bool| {
         let mut found = slides.iter().zip(&counts).filter(|(slides, _)| **slides == kind);
-        found.next().and_then(|(_, count)| match count {
-            GgufValue::Integer(number) => usize::try_from(*number).ok(),
-            _ => None,
-        })
+        found.next().map(|(_, count)| *count)
     };
-    // E2B and E4B.
-    for key in ["embedding_length_per_layer_input", "attention.shared_kv_layers"] {
-        if let Some(found) = keys.size(key)?.filter(|size| *size > 0) {
-            return Err(keys.file.refused(format!(
-                "its key `{}.{key}` is {found}; accepted: no such key, 0 (give the folder that it was made from)",
-                keys.arch
-            )));
-        }
-    }
-    let last = layers.saturating_sub(1);
-    let shares = keys.file.tensor(&format!("blk.{last}.attn_v.weight")).is_none();
+    let readers = keys.size("attention.shared_kv_layers")?.unwrap_or(0);
+    let inputs = keys.size("embedding_length_per_layer_input")?.unwrap_or(0);
+    let rows = keys.file.tensor("token_embd.weight").and_then(|table| table.shape.first());
+    // The values of full attention, of which the last layers may have none of their own.
+    let last = slides.iter().take(layers.saturating_sub(readers)).rposition(|slides| !slides);
+    let shares = last.is_some_and(|layer| keys.file.tensor(&format!("blk.{layer}.attn_v.weight")).is_none());
     let count = of(true).or(of(false));
     for (key, value) in [
         ("head_dim", sliding.into()),
@@ -87,8 +136,9 @@ fn own_heads(
         ("num_key_value_heads", json!(count)),
         ("num_global_key_value_heads", json!(of(false))),
         ("attention_k_eq_v", shares.into()),
-        ("hidden_size_per_layer_input", 0.into()),
-        ("num_kv_shared_layers", 0.into()),
+        ("hidden_size_per_layer_input", inputs.into()),
+        ("vocab_size_per_layer_input", json!(rows)),
+        ("num_kv_shared_layers", readers.into()),
     ] {
         json.insert(key.to_owned(), value);
     }
@@ -133,6 +183,7 @@ pub(super) fn others(
     let mut json = Map::new();
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     let act = match (facts.plain_activations.first(), facts.activation) {
+        _ if facts.has_xielu => "xielu",
         (Some(PlainActivation::Relu2), _) => "relu2",
         (Some(PlainActivation::Gelu), _) => "gelu",
         (Some(_), _) | (None, Activation::GeluTanh) => "gelu_pytorch_tanh",
@@ -145,6 +196,7 @@ pub(super) fn others(
     }
     if let Some(eps) = keys.float("attention.layer_norm_rms_epsilon")? {
         set("rms_norm_eps", eps.into());
+        set("norm_eps", eps.into());
     }
     if let Some(eps) = keys.float("attention.layer_norm_epsilon")? {
         for key in ["layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"] {
@@ -162,7 +214,9 @@ pub(super) fn others(
         set("num_ln_in_parallel_attn", norms.into());
         set("new_decoder_architecture", true.into());
     }
-    set("use_qk_norm", has(file, "attn_q_norm.weight").into());
+    if facts.unnormed_at.is_none() {
+        set("use_qk_norm", has(file, "attn_q_norm.weight").into());
+    }
     set("use_qkv_bias", has(file, "attn_q.bias").into());
     if facts.reads_logit_factor {
         // llama.cpp takes 0 for no factor.
@@ -183,11 +237,7 @@ fn has(file: &GgufFile, name: &str) -> bool {
 /// Reads a list of flags, one for each layer.
 fn flags(keys: &ArchKeys<'_>, key: &str, layers: usize) -> Result<Vec<bool>> {
     let found = keys.get(key);
-    let flags: Option<Vec<bool>> = match found {
-        Some(GgufValue::List(list)) => list.iter().map(is_set).collect(),
-        _ => None,
-    };
-    flags.filter(|flags| flags.len() == layers).ok_or_else(|| {
+    keys.of_layers(found, layers, is_set)?.ok_or_else(|| {
         let found = found.cloned().unwrap_or(GgufValue::Integer(0));
         keys.refused(key, &found, &format!("true or false for each of the {layers} layers"))
     })
@@ -225,7 +275,12 @@ fn delta(keys: &ArchKeys<'_>, layers: usize) -> Result<Map<String, Value>> {
 pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
     let (file, mut json) = (keys.file, Map::new());
     let Some(facts) = family.gguf.experts else { return Ok(json) };
-    let dense = keys.size("leading_dense_block_count")?.unwrap_or(0);
+    let mut dense = keys.size("leading_dense_block_count")?.unwrap_or(0);
+    if facts.has_step && !facts.has_dense_layers {
+        let step = keys.required("interleave_moe_layer_step")?;
+        json.insert("interleave_moe_layer_step".to_owned(), step.into());
+        dense = step.saturating_sub(1);
+    }
     let named = |name: &str| format!("blk.{dense}.{name}.weight");
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     let count = keys.size("expert_count")?.filter(|count| *count > 0);
@@ -237,7 +292,7 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
         return keys.required("expert_count").map(|_| json);
     };
     // Before a model of so many experts is composed.
-    let first = named("ffn_up_exps");
+    let first = named("ffn_down_exps");
     let stored = file.tensor(&first).and_then(|tensor| tensor.shape.first());
     if stored != Some(&count) {
         let stored = stored.map_or_else(|| "is missing".to_owned(), |stored| format!("has {stored}"));
@@ -254,8 +309,12 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
     }
     set("enable_moe_block", facts.has_mlp.into());
     set("decoder_sparse_step", 1.into());
-    for key in ["first_k_dense_replace", "moe_layer_start_index"] {
+    for key in ["first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"] {
         set(key, dense.into());
+    }
+    set("use_expert_bias", facts.needs_bias.into());
+    if let Some(at) = family.gguf.unnormed_at {
+        set("use_qk_norm", (count != at).into());
     }
     json.extend(widths(keys, family, dense)?);
     json.extend(scores(keys, family)?);
@@ -266,21 +325,25 @@ pub(super) fn experts(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<
 fn widths(keys: &ArchKeys<'_>, family: &Architecture, dense: usize) -> Result<Map<String, Value>> {
     let (file, mut json) = (keys.file, Map::new());
     let named = |name: &str| format!("blk.{dense}.{name}.weight");
-    let width = |name: &str| {
-        file.tensor(&named(name)).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(1))
+    let size = |name: &str, from_last: usize| {
+        file.tensor(&named(name)).and_then(|tensor: &GgufTensor| tensor.shape.iter().rev().nth(from_last))
     };
     let mut set = |key: &str, value: Value| json.insert(key.to_owned(), value);
     keys.size("expert_feed_forward_length")?;
     keys.size("expert_shared_feed_forward_length")?;
     keys.size("expert_shared_count")?;
-    let inner = width("ffn_up_exps").copied();
+    let inner = size("ffn_down_exps", 0).copied();
     if let Some(width) = inner {
         set("moe_intermediate_size", width.into());
-        if keys.size("feed_forward_length")?.is_none() {
+        // Llama 4 has the width of its MLPs under another key.
+        if family.intermediate_size != "intermediate_size" {
+            set("intermediate_size", width.into());
+        }
+        if keys.get("feed_forward_length").is_none() {
             set(family.intermediate_size, width.into());
         }
     }
-    let shared = width("ffn_up_shexp").copied();
+    let shared = size("ffn_up_shexp", 1).copied();
     if let Some(width) = shared {
         set("shared_expert_intermediate_size", width.into());
     }

@@ -29,8 +29,8 @@ use crate::weights::{GGUF_INDEX, GgufFile, write_text};
 /// nothing is written then. Storage: the folder cannot be written.
 pub fn describe_base(path: &Path, folder: &Path) -> Result<()> {
     let file = GgufFile::open(path)?;
-    let Described { config, mut json } = config::read(&file)?;
-    let index = parameters::index(&file, &config)?;
+    let Described { config, further_blocks, mut json } = config::read(&file)?;
+    let index = parameters::index(&file, &config, further_blocks)?;
     let TokenizerParts { files: tokenizer, generation } = tokenizer::read(&file, &json, config.family)?;
     for key in ["bos_token_id", "eos_token_id"] {
         json.extend(generation.get(key).map(|id| (key.to_owned(), id.clone())));

@@ -6,49 +6,106 @@ use super::super::places::{TensorPlace, places};
 use super::super::tensors::change;
 use super::rope::{LLAMA3, LONG, SHORT};
 use crate::error::Result;
-use crate::model::{self, ModelConfig, ModelPart};
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec};
 use crate::weights::{GgufFile, GgufIndex, GgufParameter};
 
-/// Lists the parameters.
+/// Lists the parameters. `further_blocks` of the file predict further tokens.
 ///
 /// # Errors
 /// User: a tensor is missing, or not part of the model.
-pub(super) fn index(file: &GgufFile, config: &ModelConfig) -> Result<GgufIndex> {
+pub(super) fn index(file: &GgufFile, config: &ModelConfig, further_blocks: usize) -> Result<GgufIndex> {
     let mut used: BTreeSet<String> = [LLAMA3, LONG, SHORT].map(str::to_owned).into();
     let mut parameters = BTreeMap::new();
     for spec in model::parameters(config) {
-        let places = places(config, &spec);
-        let tensors: Vec<String> = places.iter().map(|place| place.name.clone()).collect();
-        if let Some(missing) = tensors.iter().find(|name| file.tensor(name).is_none()) {
+        let parameter = parameter(file, config, &spec);
+        if let Some(missing) = parameter.tensors.iter().find(|name| !file.has(name)) {
             return Err(file.refused(format!("its tensor `{missing}` is missing")));
         }
-        used.extend(tensors.iter().cloned());
-        let expert = match spec.part {
-            ModelPart::Block { part, .. } => part.expert(),
-            _ => None,
-        };
-        let change = change(config, &spec);
-        let parameter = GgufParameter {
-            tensors,
-            expert: expert.map(usize::from),
-            shape: spec.shape,
-            interleaved_heads: change.interleave_heads,
-            added: change.add,
-            rows: places.iter().filter_map(|place| place.rows.clone()).collect(),
-            columns: places.iter().filter_map(|place| place.columns.clone()).flatten().collect(),
-            transposed_heads: heads_of(&places),
-            by_element: places.iter().any(|place| place.by_element),
-            is_log_rate: change.is_log_rate,
-        };
+        used.extend(parameter.tensors.iter().cloned());
         parameters.insert(spec.name, parameter);
     }
-    match file.tensors().find(|tensor| !used.contains(&tensor.name)) {
-        Some(other) => Err(file.refused(format!(
-            "its tensor `{}` is no part of a model of the family {}",
-            other.name, config.family.name
-        ))),
-        None => Ok(GgufIndex { file: file.path().to_owned(), parameters }),
+    let notes = left_alone(file, config, further_blocks, &used)?;
+    Ok(GgufIndex { file: file.path().to_owned(), parameters, notes })
+}
+
+/// Returns the entry of a parameter.
+fn parameter(file: &GgufFile, config: &ModelConfig, spec: &ParamSpec) -> GgufParameter {
+    let places = places(config, spec);
+    let mut tensors: Vec<String> = places.iter().map(|place| place.name.clone()).collect();
+    let part = match spec.part {
+        ModelPart::Block { part, .. } => Some(part),
+        _ => None,
+    };
+    let expert = part.and_then(BlockPart::expert).map(usize::from);
+    let half = part.and_then(|part| joined_half(file, part, &mut tensors));
+    let change = change(config, spec);
+    GgufParameter {
+        tensors,
+        expert: expert.or(places.iter().find_map(|place| place.of_list)),
+        half,
+        shape: spec.shape.clone(),
+        interleaved_heads: change.interleave_heads,
+        added: change.add,
+        rows: places.iter().filter_map(|place| place.rows.clone()).collect(),
+        columns: places.iter().filter_map(|place| place.columns.clone()).flatten().collect(),
+        transposed_heads: heads_of(&places),
+        by_element: places.iter().any(|place| place.by_element),
+        is_log_rate: change.is_log_rate,
     }
+}
+
+/// Replaces the name of gates or of ups of experts by that of a tensor with both, if the file has
+/// one, and returns which half of its rows they are.
+fn joined_half(file: &GgufFile, part: BlockPart, tensors: &mut [String]) -> Option<usize> {
+    let (half, name) = match part {
+        BlockPart::ExpertGate(_) => (0, "ffn_gate_exps"),
+        BlockPart::ExpertUp(_) => (1, "ffn_up_exps"),
+        _ => return None,
+    };
+    let [tensor] = tensors else { return None };
+    let joined = tensor.replace(name, "ffn_gate_up_exps");
+    if file.has(tensor) || !file.has(&joined) {
+        return None;
+    }
+    *tensor = joined;
+    Some(half)
+}
+
+/// Returns notes on the tensors that the model does not use.
+///
+/// # Errors
+/// User: one is no part of such a model.
+fn left_alone(
+    file: &GgufFile,
+    config: &ModelConfig,
+    further_blocks: usize,
+    used: &BTreeSet<String>,
+) -> Result<Vec<String>> {
+    let (layers, mut further, mut unread) = (config.num_layers(), 0, 0);
+    for tensor in file.tensors().filter(|tensor| !used.contains(&tensor.name)) {
+        let rest = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+        let (layer, part) = rest.map_or((None, ""), |(layer, part)| (layer.parse().ok(), part));
+        let is_further = layer.is_some_and(|layer| (layers..layers + further_blocks).contains(&layer));
+        let reads = |layer: usize| {
+            let attention = config.blocks.get(layer).and_then(|block| block.token_mixer.attention());
+            attention.is_some_and(|attention| attention.reads_from().is_some())
+        };
+        let is_key = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"].contains(&part);
+        if is_further {
+            further += 1;
+        } else if is_key && layer.is_some_and(reads) {
+            unread += 1;
+        } else {
+            return Err(file.refused(format!(
+                "its tensor `{}` is no part of a model of the family {}",
+                tensor.name, config.family.name
+            )));
+        }
+    }
+    let predicting = format!("{further} tensors that predict further tokens (`nextn`)");
+    let keys = format!("{unread} tensors of keys and values that no block reads");
+    let notes = [(further, predicting), (unread, keys)].into_iter().filter(|(count, _)| *count > 0);
+    Ok(notes.map(|(_, named)| format!("{named} are neither used nor written")).collect())
 }
 
 /// Returns the numbers of heads that tensors hold transposed; empty if none does.

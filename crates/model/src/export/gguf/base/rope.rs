@@ -59,7 +59,11 @@ pub(super) fn settings(
         return Ok(json);
     }
     let rope = RopeKeys { keys, theta, width };
-    if let Some(mut scaling) = rope.scaling()? {
+    let scaling = rope.scaling()?;
+    if scaling.is_none() && facts.scales_by_default {
+        json.insert("rope_parameters".to_owned(), json!({ "rope_type": "default", "rope_theta": theta }));
+    }
+    if let Some(mut scaling) = scaling {
         if facts.rounds_yarn_ramp && scaling.contains_key("factor") {
             scaling.insert("truncate".to_owned(), false.into());
         }

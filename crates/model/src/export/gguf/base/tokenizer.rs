@@ -36,18 +36,21 @@ pub(super) fn read(
             })?;
             VocabularyKind::Bytes { words, merges: keys.texts("merges")? }
         }
+        Some("gemma4") => VocabularyKind::Merged { merges: keys.texts("merges")? },
         Some("llama") => VocabularyKind::Pieces {
             scores: keys.numbers("scores")?,
             prefix: keys.flag("add_space_prefix").unwrap_or(true),
             removes_spaces: keys.flag("remove_extra_whitespaces").unwrap_or(false),
         },
-        other => return Err(keys.refused("model", &format!("{other:?}"), "gpt2, llama")),
+        other => return Err(keys.refused("model", &format!("{other:?}"), "gpt2, llama, gemma4")),
     };
     let is_pieces = matches!(kind, VocabularyKind::Pieces { .. });
     let always_begins = match &kind {
         VocabularyKind::Bytes { words, .. } => words.adds_bos,
-        VocabularyKind::Pieces { .. } => true,
+        VocabularyKind::Pieces { .. } | VocabularyKind::Merged { .. } => true,
     };
+    // llama.cpp always begins texts of this kind so.
+    let is_merged = matches!(kind, VocabularyKind::Merged { .. });
     let tokens = keys.texts("tokens")?;
     let types = keys.numbers("token_type")?;
     // The ids that llama.cpp takes without a key.
@@ -68,7 +71,7 @@ pub(super) fn read(
         tokens,
         types,
         special,
-        adds_bos: keys.flag("add_bos_token").unwrap_or(always_begins),
+        adds_bos: is_merged || keys.flag("add_bos_token").unwrap_or(always_begins),
         adds_eos: keys.flag("add_eos_token").unwrap_or(false),
         strips_right: strips_right(file, family),
         template: template(file),

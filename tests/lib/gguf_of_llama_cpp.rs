@@ -1,0 +1,239 @@
+//! GGUF files as llama.cpp's converter writes them, where they differ from those of the export:
+//! joined experts, the tokenizer of Gemma 4, blocks that predict further tokens, keys and values
+//! that no block reads.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::{Content, Value, write};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use finetune::export::gguf::{GgufType, describe_base, write_model};
+use finetune::model::{ModelConfig, settle};
+use finetune::weights::ModelFiles;
+use tempfile::TempDir;
+
+use crate::gguf_base::{config, described, golden, is_the_same};
+use crate::place::copy_folder;
+
+/// The keys and tensors of a file.
+struct Contents {
+    keys: BTreeMap<String, Value>,
+    tensors: BTreeMap<String, QTensor>,
+}
+
+impl Contents {
+    fn of(path: &Path) -> Self {
+        let mut file = File::open(path).unwrap();
+        let content = Content::read(&mut file).unwrap();
+        let names: Vec<String> = content.tensor_infos.keys().cloned().collect();
+        let read = |name: String| {
+            let tensor = content.tensor(&mut file, &name, &Device::Cpu).unwrap();
+            (name, tensor)
+        };
+        let tensors = names.into_iter().map(read).collect();
+        Contents { keys: content.metadata.into_iter().collect(), tensors }
+    }
+
+    fn write(&self, path: &Path) {
+        let keys: Vec<(&str, &Value)> = self.keys.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        let tensors: Vec<(&str, &QTensor)> =
+            self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        write(&mut File::create(path).unwrap(), &keys, &tensors).unwrap();
+    }
+
+    fn add(&mut self, name: &str, values: &Tensor) {
+        self.tensors.insert(name.to_owned(), QTensor::quantize(values, GgmlDType::F32).unwrap());
+    }
+}
+
+/// A golden model, and the file that the export writes of it.
+struct Exported {
+    name: &'static str,
+    place: TempDir,
+    folder: PathBuf,
+    own: ModelConfig,
+    files: ModelFiles,
+}
+
+impl Exported {
+    fn of(name: &'static str) -> Self {
+        Self::with(name, &[])
+    }
+
+    /// The model with other settings in config.json, which change no shape.
+    fn with(name: &'static str, settings: &[(&str, serde_json::Value)]) -> Self {
+        let (place, folder) = (tempfile::tempdir().unwrap(), golden("families/models").join(name));
+        let folder = if settings.is_empty() {
+            folder
+        } else {
+            let copy = place.path().join("model");
+            copy_folder(&folder, &copy);
+            let path = copy.join("config.json");
+            let text = std::fs::read_to_string(&path).unwrap();
+            let mut json: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).unwrap();
+            json.extend(settings.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+            std::fs::write(&path, serde_json::Value::Object(json).to_string()).unwrap();
+            copy
+        };
+        let mut files = ModelFiles::open(&folder).unwrap();
+        let mut own = config(&folder);
+        settle(&mut own, &mut files).unwrap();
+        write_model(&own, &files, "tiny", GgufType::F32, &place.path().join("own.gguf")).unwrap();
+        Exported { name, place, folder, own, files }
+    }
+
+    /// Writes the file with changes.
+    fn changed(&self, change: impl FnOnce(&mut Contents)) -> PathBuf {
+        let mut contents = Contents::of(&self.place.path().join("own.gguf"));
+        change(&mut contents);
+        let path = self.place.path().join("model.gguf");
+        contents.write(&path);
+        path
+    }
+
+    /// Checks that the changed file is the model, and returns the notes on it.
+    fn is_in(&self, file: &Path) -> Vec<String> {
+        is_the_same(self.name, &self.folder, &self.own, &self.files, file);
+        let folder = described(file);
+        ModelFiles::open(folder.path()).unwrap().notes().map(str::to_owned).collect()
+    }
+}
+
+fn texts(list: impl Iterator<Item = String>) -> Value {
+    Value::Array(list.map(Value::String).collect())
+}
+
+/// Gates and ups of all experts of a layer in one tensor, and merges instead of scores.
+#[test]
+fn gemma_4_with_joined_experts_and_merges() {
+    let exported = Exported::of("tiny-gemma4-moe");
+    let text = std::fs::read(exported.folder.join("tokenizer.json")).unwrap();
+    let tokenizer: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let file = exported.changed(|contents| {
+        for layer in 0..exported.own.num_layers() {
+            let part = |name: &str| format!("blk.{layer}.ffn_{name}_exps.weight");
+            let [gate, up] = ["gate", "up"].map(|name| contents.tensors.remove(&part(name)).unwrap());
+            let [gate, up] = [gate, up].map(|tensor| tensor.dequantize(&Device::Cpu).unwrap());
+            contents.add(&part("gate_up"), &Tensor::cat(&[gate, up], 1).unwrap());
+        }
+        let merge = |merge: &serde_json::Value| {
+            let side = |at: usize| merge[at].as_str().unwrap().to_owned();
+            format!("{} {}", side(0), side(1))
+        };
+        let merges = tokenizer["model"]["merges"].as_array().unwrap().iter().map(merge);
+        contents.keys.insert("tokenizer.ggml.merges".to_owned(), texts(merges));
+        contents.keys.insert("tokenizer.ggml.model".to_owned(), Value::String("gemma4".to_owned()));
+        contents.keys.remove("tokenizer.ggml.add_bos_token");
+        contents.keys.remove("tokenizer.ggml.pre");
+    });
+    assert_eq!(exported.is_in(&file), [] as [&str; 0]);
+}
+
+/// Golden models whose own settings llama.cpp does not have.
+#[test]
+fn models_of_other_settings_are_themselves_again() {
+    let length = serde_json::json!(8192);
+    let growth = ("attn_scale", serde_json::json!(0.1));
+    let llama4 = [("attention_chunk_size", length.clone()), ("floor_scale", length), growth];
+    let lfm2 = [("routed_scaling_factor", serde_json::json!(1.0))];
+    // Without a scaling of rotary positions, which its family has by default.
+    let plain = serde_json::json!({ "rope_type": "default", "rope_theta": 1e4 });
+    let apertus = [("rope_scaling", serde_json::Value::Null), ("rope_parameters", plain)];
+    for (name, settings) in
+        [("tiny-llama4", &llama4[..]), ("tiny-lfm2-moe", &lfm2), ("tiny-apertus", &apertus)]
+    {
+        let exported = Exported::with(name, settings);
+        let file = exported.changed(|_| ());
+        assert_eq!(exported.is_in(&file), [] as [&str; 0], "{name}");
+    }
+}
+
+/// The blocks after those of the model are counted with them.
+#[test]
+fn blocks_that_predict_further_tokens_are_left_alone() {
+    for (name, arch, further) in
+        [("tiny-qwen3-5", "qwen35", 1), ("tiny-glm4-moe", "glm4moe", 1), ("tiny-gemma4", "gemma4", 2)]
+    {
+        let exported = Exported::of(name);
+        let layers = exported.own.num_layers() as u32;
+        let matrix = Tensor::ones((4, 32), DType::F32, &Device::Cpu).unwrap();
+        let file = exported.changed(|contents| {
+            let mut set = |key: &str, value: u32| {
+                contents.keys.insert(format!("{arch}.{key}"), Value::U32(value));
+            };
+            set("block_count", layers + further);
+            set("nextn_predict_layers", further);
+            for list in ["attention.head_count_kv", "attention.sliding_window_pattern"] {
+                if let Some(Value::Array(values)) = contents.keys.get_mut(&format!("{arch}.{list}")) {
+                    let last = values.last().cloned().unwrap();
+                    values.resize((layers + further) as usize, last);
+                }
+            }
+            for layer in layers..layers + further {
+                for part in ["attn_q", "nextn.eh_proj"] {
+                    contents.add(&format!("blk.{layer}.{part}.weight"), &matrix);
+                }
+            }
+        });
+        let wanted = format!(
+            "{} tensors that predict further tokens (`nextn`) are neither used nor written",
+            2 * further
+        );
+        assert_eq!(exported.is_in(&file), [wanted.as_str()], "{name}");
+        // Without the key they are no part of the model.
+        let file = exported.changed(|contents| contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix));
+        let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+        assert!(refused.to_string().contains(&format!("blk.{layers}.attn_q.weight")), "{refused}");
+        let file = exported.changed(|contents| {
+            contents.keys.insert(format!("{arch}.nextn_predict_layers"), Value::U32(layers));
+        });
+        let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+        assert!(refused.to_string().contains(&format!("accepted: more than `{arch}.nextn_predict_layers`")));
+    }
+}
+
+/// The converter also writes keys and values of blocks that read those of others.
+#[test]
+fn keys_that_no_block_reads_are_left_alone() {
+    let exported = Exported::of("tiny-gemma4-e2b");
+    let matrix = Tensor::ones((16, 48), DType::F32, &Device::Cpu).unwrap();
+    let file = exported.changed(|contents| {
+        for part in ["attn_k", "attn_v", "attn_k_norm"] {
+            contents.add(&format!("blk.3.{part}.weight"), &matrix);
+        }
+    });
+    let note = "3 tensors of keys and values that no block reads are neither used nor written";
+    assert_eq!(exported.is_in(&file), [note]);
+    let file = exported.changed(|contents| contents.add("blk.2.attn_k.bias", &matrix));
+    let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+    assert!(refused.to_string().contains("`blk.2.attn_k.bias` is no part"), "{refused}");
+}
+
+/// Keys whose values would be another model.
+#[test]
+fn keys_that_do_not_fit_the_tensors_are_refused() {
+    let e2b = Exported::of("tiny-gemma4-e2b");
+    let [lfm2, apertus] = ["tiny-lfm2", "tiny-apertus"].map(Exported::of);
+    let numbers = |values: &[i32]| Value::Array(values.iter().map(|value| Value::I32(*value)).collect());
+    for (exported, key, value, fault) in [
+        (&e2b, "gemma4.feed_forward_length", numbers(&[32, 32, 32, 64, 64, 64, 32]), "feed_forward_length"),
+        (&e2b, "gemma4.attention.shared_kv_layers", Value::U32(3), "layer 2 in layer 4"),
+        (&e2b, "gemma4.embedding_length_per_layer_input", Value::U32(8), "per_layer"),
+        (&lfm2, "lfm2.attention.head_count_kv", numbers(&[0, 2, 2]), "blk.2.attn_q.weight"),
+        (&lfm2, "lfm2.attention.head_count_kv", numbers(&[0, 2]), "a number for each layer"),
+        (&lfm2, "lfm2.shortconv.l_cache", Value::U32(4), "shortconv.conv"),
+        (&apertus, "xielu.beta", Value::Array(vec![Value::F32(0.5)]), "xielu.beta"),
+        (&apertus, "xielu.beta", Value::F32(0.5), "`xielu.beta` is missing"),
+    ] {
+        let file = exported.changed(|contents| {
+            contents.keys.insert(key.to_owned(), value.clone());
+        });
+        let place = exported.place.path().join("described");
+        let refused = describe_base(&file, &place).and_then(|()| ModelFiles::open(&place).map(|_| ()));
+        let refused = refused.expect_err(key);
+        let causes = refused.causes().join("; ");
+        assert!(causes.contains(fault), "{key}: {causes}");
+    }
+}
