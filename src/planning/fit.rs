@@ -106,19 +106,24 @@ impl StepInputs<'_> {
     /// the recipe names are used even if they do not fit.
     ///
     /// # Errors
-    /// Keys of `[parallel]` contradict the number of ranks; no operation would read the bf16 copy;
-    /// the device cannot keep packed weights; the run cannot multiply in fp8; `strategy = "auto"`
-    /// and no strategy fits.
+    /// Keys of `[parallel]` contradict the number of ranks; `strategy = "auto"` and no strategy
+    /// fits; the errors of [`StepInputs::check`].
     pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<ParallelDecision> {
         match self.fit(recipe, world)? {
-            Some(fit) => {
-                bf16_copy::check(recipe, self.engine, fit.strategy)?;
-                self.base.check_packed(self.engine.traits)?;
-                fp8_base::check(recipe, &self.base.config, self.engine)?;
-                Ok(fit)
-            }
+            Some(fit) => self.check(recipe, fit.strategy).map(|()| fit),
             None => Err(self.refusal(recipe, world)?),
         }
+    }
+
+    /// Refuses what a run of `recipe` with this strategy cannot compute.
+    ///
+    /// # Errors
+    /// No operation would read the bf16 copy; the device cannot keep packed weights; the run cannot
+    /// multiply in fp8.
+    pub(crate) fn check(&self, recipe: &Recipe, kind: ShardingStrategy) -> Result<()> {
+        bf16_copy::check(recipe, self.engine, kind)?;
+        self.base.check_packed(self.engine.traits)?;
+        fp8_base::check(recipe, &self.base.config, self.engine)
     }
 
     /// Returns the bytes of a rank's process beside its tensors, if they are known; else 0.
@@ -181,6 +186,7 @@ impl StepInputs<'_> {
     ) -> EngineOptions {
         let mut engine = self.engine.clone();
         engine.offload = parallel::offload(&recipe.parallel);
+        engine.bf16_copy = bf16_copy::is_wanted(recipe);
         engine.fp8 = fp8_base::weights(recipe, &self.base.config);
         let derives = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
         engine.frozen = if derives { SharedFrozen::default() } else { SharedFrozen::new(world.here) };

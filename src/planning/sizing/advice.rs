@@ -133,7 +133,9 @@ impl SizingRequest<'_> {
             && self.recipe.quantization.is_none();
         let in_bf16 = self.inputs.engine.dtype == candle_core::DType::BF16;
         let adapter = plain.adapter.take().unwrap_or_default();
-        let quantization = (!stored).then(|| self.recipe.quantization.clone().unwrap_or_default());
+        let mut quantization = (!stored).then(|| self.recipe.quantization.clone().unwrap_or_default());
+        // A way may shard the weights or keep them on the host, where nothing reads a bf16 copy.
+        quantization.iter_mut().for_each(|quantization| quantization.bf16_copy = false);
         let (mut leaves, mut seen): (Vec<RecipeChange>, Vec<Recipe>) = Default::default();
         let ways = FULL.map(|way| (way, false)).into_iter().chain(ADAPTING.map(|way| (way, true)));
         for ((what, apply), adapts) in ways {

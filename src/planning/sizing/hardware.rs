@@ -45,6 +45,9 @@ pub struct DeviceSheet {
     pub host_memory_gb: f64,
     /// 10^9 bytes a second that the host reads from its disk.
     pub disk_gbps: f64,
+    /// The compute capability of an NVIDIA GPU, such as 8.9; none if it is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_capability: Option<f64>,
     /// The usual number of devices of a host: link, network, memory and disk belong to such a host.
     pub devices_per_host: usize,
     /// The part of its peak speed that training reaches.
@@ -80,6 +83,12 @@ impl DeviceSheet {
     /// Returns 10^12 operations a second in this dtype.
     pub fn tflops(&self, bf16: bool) -> f64 {
         if bf16 { self.bf16_tflops } else { self.f32_tflops }
+    }
+
+    /// Returns the compute capability as major and minor number.
+    pub fn capability(&self) -> Option<(i32, i32)> {
+        let tenths = self.compute_capability.map(|number| (number * 10.0).round() as i32);
+        tenths.map(|tenths| (tenths / 10, tenths % 10))
     }
 
     /// True if the sheet is a computer with one device, or only its processor.
@@ -123,7 +132,9 @@ impl DeviceSheet {
             ("efficiency", self.efficiency, FigureRange::new(0.001, 1.0)),
             ("devices_per_host", self.devices_per_host as f64, FigureRange::new(1.0, MOST_DEVICES as f64)),
         ];
-        let wrong = figures.into_iter().find_map(|(key, value, range)| range.refusal(key, value));
+        let capability = self.compute_capability.map(|number| ("compute_capability", number, CAPABILITY));
+        let wrong =
+            figures.into_iter().chain(capability).find_map(|(key, value, range)| range.refusal(key, value));
         let of_name = || {
             let is_bad = self.name.chars().any(char::is_control);
             is_bad.then(|| format!("`name` is {:?}; accepted: a text without control characters", self.name))
@@ -137,6 +148,8 @@ impl DeviceSheet {
 const SIZE: FigureRange = FigureRange::new(0.001, 1e6);
 /// Speeds, in 10^9 bytes or 10^12 operations a second.
 const SPEED: FigureRange = FigureRange::new(0.001, 1e6);
+/// Compute capabilities.
+const CAPABILITY: FigureRange = FigureRange::new(1.0, 100.0);
 /// Most devices of a host, and most hosts.
 const MOST_DEVICES: usize = 100_000;
 /// Most devices of all hosts.
@@ -261,6 +274,7 @@ impl Hardware {
             network_gbps: 0.0,
             host_memory_gb: gigabytes,
             disk_gbps: 1.0,
+            compute_capability: None,
             devices_per_host: 1,
             efficiency: 1.0,
             source: "measured".into(),

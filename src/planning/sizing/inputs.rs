@@ -7,9 +7,10 @@ use candle_core::{DType, Device};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::loading::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
-use crate::planning::sizing::hardware::Hardware;
+use crate::planning::sizing::hardware::{DeviceSheet, Hardware};
 use crate::planning::sizing::rates::{Calibration, ComputeRates};
 use crate::planning::{MemoryBudget, WorldSize};
+use crate::recipe::enums::BaseProducts;
 use crate::recipe::{ComputeDtype, DataSource, ModelInit, Recipe};
 use crate::report::Terminal;
 use crate::runtime::device;
@@ -87,7 +88,7 @@ fn has_weights(folder: &Path) -> bool {
 /// Returns the options of the engine on `hardware`, or on the devices of this machine.
 ///
 /// # Errors
-/// The device does not support the recipe's dtype, or does not exist.
+/// The device does not support the recipe's dtype or products in fp8, or does not exist.
 pub(crate) fn engine_on(
     hardware: Option<&Hardware>,
     gpus: Option<&[usize]>,
@@ -113,6 +114,11 @@ pub(crate) fn engine_on(
         return Err(Error::user(format!("cannot compute in bf16 on {}", hardware.device.name))
             .because("`model.dtype` is \"bf16\", not supported by this device; accepted: auto, f32")
             .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
+    }
+    let DeviceSheet { name, .. } = &hardware.device;
+    match (recipe.train.base_products, hardware.device.capability()) {
+        (BaseProducts::Fp8, Some(capability)) => device::check_fp8_of(name, name, capability)?,
+        _ => {}
     }
     let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
     engine.traits = if hardware.device.processor { DeviceTraits::CPU } else { DeviceTraits::GPU };

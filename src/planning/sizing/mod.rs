@@ -158,10 +158,12 @@ impl SizingRequest<'_> {
     /// Sizes the run.
     ///
     /// # Errors
-    /// Keys of the recipe contradict one another or the number of ranks.
+    /// Keys of the recipe contradict one another or the number of ranks, or ask for what the device
+    /// does not compute.
     pub fn answer(&self) -> Result<Sizing> {
         let step = self.step(self.recipe)?;
         let (memory, kind) = (step.fit.memory, step.fit.strategy);
+        self.inputs.check(self.recipe, kind)?;
         let (trainable, parameters) = parameter_counts(&step.descs);
         let parts = self.inputs.parts(self.recipe, &step, self.world)?;
         let budget = self.inputs.budget(self.world.all);

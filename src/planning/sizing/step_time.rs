@@ -23,7 +23,7 @@ use super::rates::ComputeRates;
 use crate::model::ModelConfig;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
 use crate::planning::router_aux_loss::objective_cost;
-use crate::planning::{PlannedStep, parameter_counts};
+use crate::planning::{PlannedStep, bf16_copy, parameter_counts};
 use crate::recipe::{AdapterKind, Offload, Recipe, Recompute, StateDtype};
 
 /// Part of the computation that can overlap with communication.
@@ -139,9 +139,13 @@ impl SizingRequest<'_> {
             .with_objective(objective_cost(recipe, config))
     }
 
-    /// Returns the passes of a micro-batch that dequantize: forward, backward, and recomputing
-    /// unless it shares the panels of backward (`BlockWeights::with_panels`).
+    /// Returns the passes of a micro-batch that dequantize: none beside a bf16 copy, else forward,
+    /// backward, and recomputing unless it shares the panels of backward
+    /// (`BlockWeights::with_panels`).
     pub(super) fn dequantizing_passes(&self, recipe: &Recipe, step: &PlannedStep) -> f64 {
+        if bf16_copy::is_wanted(recipe) {
+            return 0.0;
+        }
         let engine = self.inputs.engine;
         let is_dora = recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora);
         let shares_panels = !engine.traits.is_cpu && engine.dtype == DType::BF16 && !is_dora;
@@ -160,7 +164,8 @@ impl SizingRequest<'_> {
         let dequantize = self.dequantizing_passes(recipe, step) * one_pass;
         let products = tokens * token_secs(config, &flops, rates);
         let compute = products + dequantize;
-        let forward = products * flops.forward / flops.hardware() + one_pass;
+        let in_forward = if dequantize > 0.0 { one_pass } else { 0.0 };
+        let forward = products * flops.forward / flops.hardware() + in_forward;
         let shards = step.mesh.size(MeshAxis::Shard) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);

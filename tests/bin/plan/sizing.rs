@@ -80,7 +80,7 @@ fn gigabytes(value: &Value) -> f64 {
 }
 
 /// A custom hardware file.
-const OWN: &str = "[device]\nname = \"NAME\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
+pub(super) const OWN: &str = "[device]\nname = \"NAME\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
      link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
      devices_per_host = 2\nefficiency = 0.4\nsource = \"a bench\"\n";
 

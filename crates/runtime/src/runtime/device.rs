@@ -18,7 +18,7 @@ pub use super::gpu_pool::share_pools;
 pub use super::gpu_pool::{bytes_taken_by, peak_bytes, release_above, used_bytes};
 #[cfg(feature = "cuda")]
 use super::gpu_support;
-pub use super::gpu_support::Gpu;
+pub use super::gpu_support::{Gpu, check_fp8_of};
 #[cfg(feature = "cuda")]
 use crate::error::tell_memory_by;
 use crate::error::{DeviceFault, Error, Result};

@@ -143,17 +143,24 @@ pub(super) fn check_bf16(gpu: &Gpu, dtype: DType) -> Result<()> {
 ///
 /// # Errors
 /// User error with the GPU's compute capability.
+#[cfg_attr(not(any(feature = "cuda", test)), allow(dead_code, reason = "without GPUs none is checked"))]
 pub(super) fn check_fp8(gpu: &Gpu) -> Result<()> {
-    if gpu.compute_capability >= ADA {
+    check_fp8_of(&gpu.name, &format!("GPU {}", gpu.index), gpu.compute_capability)
+}
+
+/// Refuses products in fp8 on `place`, a GPU called `name`, if its compute capability, major and
+/// minor, has none.
+///
+/// # Errors
+/// User error with the compute capability.
+pub fn check_fp8_of(name: &str, place: &str, (major, minor): (i32, i32)) -> Result<()> {
+    if (major, minor) >= ADA {
         return Ok(());
     }
-    let (major, minor) = gpu.compute_capability;
-    Err(Error::user(format!(
-        "cannot multiply the frozen weights in fp8 (`train.base_products`) on GPU {}",
-        gpu.index
-    ))
-    .because(format!("the {} has compute capability {major}.{minor}; fp8 needs 8.9", gpu.name))
-    .hint("remove `base_products`: products are then in bf16"))
+    let what = "cannot multiply the frozen weights in fp8 (`train.base_products`)";
+    Err(Error::user(format!("{what} on {place}"))
+        .because(format!("the {name} has compute capability {major}.{minor}; fp8 needs 8.9"))
+        .hint("remove `base_products`: products are then in bf16"))
 }
 
 #[cfg(test)]

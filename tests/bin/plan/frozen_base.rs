@@ -1,0 +1,78 @@
+//! `finetune plan` for runs that multiply by frozen weights in bf16 or fp8.
+
+use serde_json::Value;
+
+use crate::place::Place;
+use crate::plan::sizing::{OWN, plan, shapes};
+
+/// Runs a plan that must be refused, and returns its error.
+fn refused(place: &Place, more: &[&str]) -> String {
+    let args = [&["plan", "--quiet", "--model", "7B"], more].concat();
+    let output = place.command(&args).output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{more:?}");
+    place.told(&output.stderr)
+}
+
+/// A copy takes two bytes for each quantized weight, and no product dequantizes any.
+#[test]
+fn a_bf16_copy_of_quantized_weights_is_planned() {
+    let place = shapes();
+    let qlora = ["--recipe", "qlora", "--on", "H100-80GB", "--set", "train.recompute=none"];
+    let copy = ["--set", "quantization.bf16_copy=true"];
+    let [without, with] = [&[][..], &copy].map(|more| plan(&place, "7B", &[&qlora, more].concat()));
+    let bytes = |said: &Value, cause: &str| {
+        let causes = said["memory"].as_array().unwrap();
+        causes.iter().find(|term| term["cause"] == cause).unwrap()["bytes"].as_u64().unwrap()
+    };
+    let quantized = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008);
+    assert_eq!(bytes(&with, "weights"), bytes(&without, "weights") + 2 * quantized);
+    assert!(bytes(&with, "workspace") <= bytes(&without, "workspace"));
+    let secs = |said: &Value, what: &str| said["time"][what].as_f64().unwrap();
+    // Two passes read half a byte a weight, and write two, at 0.8 of 3.35 TB/s.
+    let of_each = 2.5 * quantized as f64 / (0.8 * 3.35e12);
+    let turns = without["micro_batches"].as_f64().unwrap();
+    let by_hand = 2.0 * turns * of_each;
+    assert!((secs(&without, "dequantize") / by_hand - 1.0).abs() < 1e-6, "{by_hand}");
+    assert_eq!(secs(&with, "dequantize"), 0.0);
+    assert!(secs(&with, "total") < secs(&without, "total"));
+    assert!(secs(&with, "forward") < secs(&without, "forward"));
+}
+
+/// A plan refuses what the run refuses.
+#[test]
+fn a_bf16_copy_that_nothing_reads_is_refused() {
+    let place = shapes();
+    let copy = ["--recipe", "qlora", "--set", "quantization.bf16_copy=true"];
+    for (more, cause) in [
+        (&["--on", "8xH100-80GB", "--set", "parallel.strategy=fsdp"][..], "`parallel.strategy`"),
+        (&["--on", "cpu-512GB"], "the CPU multiplies with the codes as they are"),
+    ] {
+        let error = refused(&place, &[&copy[..], more].concat());
+        assert!(error.contains("`quantization.bf16_copy`") && error.contains(cause), "{error}");
+    }
+}
+
+/// Compute capability 8.9 is the first with products in fp8.
+#[test]
+fn products_in_fp8_need_a_card_that_has_them() {
+    let place = shapes();
+    let fp8 = ["--recipe", "lora", "--set", "train.base_products=fp8", "--on"];
+    assert_eq!(
+        refused(&place, &[&fp8[..], &["8xA100-80GB"]].concat()),
+        "error: cannot multiply the frozen weights in fp8 (`train.base_products`) on A100-80GB\n  caused by: the \
+         A100-80GB has compute capability 8.0; fp8 needs 8.9\nhint: remove `base_products`: products are then in \
+         bf16\n"
+    );
+    let own = |capability: &str| {
+        place.write("own.toml", &(OWN.replace("NAME", "own") + capability));
+        [&fp8[..], &["own.toml"]].concat()
+    };
+    let why = "the own has compute capability 8.6";
+    assert!(refused(&place, &own("compute_capability = 8.6\n")).contains(why));
+    assert!(refused(&place, &own("compute_capability = 890\n")).contains("`compute_capability` is 890.0"));
+    for on in [[&fp8[..], &["4090"]].concat(), own("compute_capability = 12.0\n"), own("")] {
+        assert_eq!(plan(&place, "1B", &on)["dtype"], "bf16");
+    }
+    let in_f32 = [&fp8[..], &["H100-80GB", "--set", "model.dtype=f32"]].concat();
+    assert!(refused(&place, &in_f32).contains("the run computes in f32; accepted beside fp8: bf16"));
+}
