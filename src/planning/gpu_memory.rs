@@ -189,11 +189,12 @@ impl BlockStep<'_> {
         let around = if self.shape.is_parallel { rows(d) } else { 0 };
         let mixer = &self.shape.token_mixer;
         let (input, output) = (mixer.input_width(), mixer.output_width());
+        let after_o = self.panel_ahead(LinearGroup::O, true);
         let of_tokens = [
             // Beside `around`: through the output projection; then the operations between the
             // projections; then through the first projections to their input, and through its norm.
             around + rows(2 * d + output) + through(LinearGroup::O),
-            around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace(),
+            around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace() + after_o,
             around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::KvUp),
             around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::QUp),
             around + rows(3 * d + input) + through(LinearGroup::Qkv),
@@ -211,7 +212,8 @@ impl BlockStep<'_> {
             of_channels.extend(self.of_mlp(config.intermediate_size));
             // Beside each of both: the gradients of their sum and of their input, and the other's
             // output.
-            of_channels.iter_mut().for_each(|bytes| *bytes += rows(3 * d));
+            let beside = rows(3 * d) + self.panel_ahead(LinearGroup::GateUp, true);
+            of_channels.iter_mut().for_each(|bytes| *bytes += beside);
         }
         let stages = of_tokens.into_iter().chain(of_channels);
         let groups = [
@@ -274,10 +276,10 @@ impl BlockStep<'_> {
             // The gradient of the product of gate and up through the down projection.
             rows(f + d) + self.product_backward(LinearGroup::Down),
             // The product, in place of its gradient, and the gradients of gate and up.
-            rows(f + first + d),
+            rows(f + first + d) + self.panel_ahead(LinearGroup::Down, true),
             // Through gate and up to their input, then through its norm, which is computed again.
             rows(first + 2 * d) + self.product_backward(LinearGroup::GateUp),
-            rows(4 * d) + self.until_norm(first),
+            rows(4 * d) + self.until_norm(first) + self.panel_ahead(LinearGroup::GateUp, true),
             // Forward.
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),
@@ -422,12 +424,34 @@ impl BlockStep<'_> {
         quantized.map(|layer| self.matrix(layer)).max().unwrap_or(0)
     }
 
+    /// Returns the bytes of the panel that a second queue makes from the product of `group` on, for
+    /// the next product that dequantizes, as in `model::PanelsAhead`.
+    fn panel_ahead(&self, group: LinearGroup, in_backward: bool) -> u64 {
+        use LinearGroup::{Down, GateUp, KvUp, O, QUp, Qkv};
+        let order =
+            if in_backward { [Down, GateUp, O, QUp, KvUp, Qkv] } else { [Qkv, QUp, KvUp, O, GateUp, Down] };
+        let Some(place) = order.iter().position(|product| *product == group) else { return 0 };
+        let dequantizes = |group: &&LinearGroup| {
+            self.is_one_panel(**group)
+                && !self.has_fp8(**group)
+                && !self.keeps_panel(**group)
+                && self.dequantized(**group) > 0
+        };
+        let (begun, later) = order.split_at(place + 1);
+        let next = later.iter().find(dequantizes).filter(|_| begun.iter().any(|group| dequantizes(&group)));
+        next.map_or(0, |group| self.dequantized(*group))
+    }
+
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
+        let ahead = self.panel_ahead(group, false);
         let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
         let panel = self.operands(group, false);
         // DoRA's norm and products read one panel.
-        if self.has_dora(group) { panel + dropped } else { panel.max(dropped) + self.shared_a(group) }
+        if self.has_dora(group) {
+            return panel + dropped + ahead;
+        }
+        panel.max(dropped) + self.shared_a(group) + ahead
     }
 
     /// Returns the sum of the ranks of a group's adapters.
@@ -454,11 +478,13 @@ impl BlockStep<'_> {
             // The gradients of inner activations; before the product, those of a copied A in f32.
             let (a, du) = (self.shared_a(group), self.step.rows(self.rank(group)));
             let da = a / self.step.size as u64 * F32 as u64;
-            return a + du + self.operands(group, true).max(dropped).max(da);
+            let ahead = self.panel_ahead(group, true);
+            return a + du + self.operands(group, true).max(dropped).max(da) + ahead;
         }
         let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
         let out = self.adapted(group).map(|layer| layer.out).max().unwrap_or(0);
-        self.step.rows(out) + (self.operands(group, true) + beside_panel).max(dropped)
+        let ahead = self.panel_ahead(group, true);
+        self.step.rows(out) + (self.operands(group, true) + beside_panel).max(dropped) + ahead
     }
 }
 

@@ -110,6 +110,12 @@ const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7;
 const LAUNCHES: u64 = 34;
 /// Launches that recomputing repeats: backward reads the same dequantized weights.
 const RECOMPUTED_LAUNCHES: u64 = FORWARD_LAUNCHES - 7;
+/// Launches of a block's forward on the second queue, beside the products: the dequantization of all
+/// weights but those of the first product.
+const FORWARD_BESIDE: u64 = 4;
+/// The same of backward, whose first product is that of `down_proj`. Recomputing keeps the panels of
+/// all other products, which are made before the first one.
+const BACKWARD_BESIDE: u64 = 6;
 
 /// The layers of Qwen3-8B.
 const LAYERS: usize = 36;
@@ -329,6 +335,9 @@ fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) -> f64 {
     let recomputed = |count: u64| if recompute { count } else { 0 };
     assert_eq!(gemms, [FORWARD_PRODUCTS, PRODUCTS + recomputed(RECOMPUTED_PRODUCTS)]);
     assert_eq!(launches, [FORWARD_LAUNCHES, LAUNCHES + recomputed(RECOMPUTED_LAUNCHES)]);
+    let beside = in_pass(|work| work.launches_beside);
+    let of_backward = if recompute { 0 } else { BACKWARD_BESIDE };
+    assert_eq!(beside, [FORWARD_BESIDE, FORWARD_BESIDE + of_backward]);
     assert!(seconds <= most_seconds && bytes <= most_bytes, "{seconds} s, {bytes} bytes");
     (four.gemm_flops - two.gemm_flops) / 2.0
 }

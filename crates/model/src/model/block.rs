@@ -41,6 +41,7 @@ use candle_core::{DType, Tensor};
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
+use super::panels_ahead::{PanelWeights, PanelsAhead};
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
@@ -98,6 +99,23 @@ impl MixerNorms {
 }
 
 impl BlockWeights {
+    /// Returns the linear layers outside experts in the order of their products in forward.
+    fn products(&self) -> Vec<&MergedLinear> {
+        let of_tokens = self.token_mixer.products(false);
+        of_tokens.into_iter().chain(self.channel_mixer.products()).collect()
+    }
+
+    /// Returns the same in the order of their products in backward. Without `need_dx` the first
+    /// layer of the block has none.
+    fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
+        let of_channels = self.channel_mixer.products().into_iter().rev();
+        let mut all: Vec<_> = of_channels.chain(self.token_mixer.products(true)).collect();
+        if !need_dx && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
+            all.pop();
+        }
+        all
+    }
+
     /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
@@ -134,6 +152,11 @@ impl BlockWeights {
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
+}
+
+/// Returns the weights of the products that dequantize them.
+fn panels_of(products: Vec<&MergedLinear>) -> impl Iterator<Item = PanelWeights<'_>> {
+    products.into_iter().filter_map(MergedLinear::quantized)
 }
 
 /// The inputs of a micro-batch that all blocks share.
@@ -175,12 +198,14 @@ struct LayerPass<'a> {
     config: &'a ModelConfig,
     layer: usize,
     context: &'a BlockContext<'a>,
+    /// The panels of its products, if they are made ahead.
+    panels: Option<&'a PanelsAhead<'a>>,
 }
 
-impl LayerPass<'_> {
-    /// Returns the settings of the block's adapters in its forward.
-    fn branch(&self) -> BranchContext {
-        BranchContext { adapter: self.context.adapter, source: self.source() }
+impl<'a> LayerPass<'a> {
+    /// Returns the settings of the block's linear layers.
+    fn branch(&self) -> BranchContext<'a> {
+        BranchContext { adapter: self.context.adapter, source: self.source(), panels: self.panels }
     }
 
     /// Returns the dropout stream of the block's adapters.
@@ -292,7 +317,10 @@ pub fn forward(
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
+    let panels = PanelsAhead::new(panels_of(w.products()), x);
+    // Generation has its memory for keys and values.
+    let panels = cache.is_none().then_some(&panels);
+    let pass = LayerPass { config, layer, context, panels };
     let token = token_half(pass, w, x, cache)?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
@@ -328,7 +356,11 @@ pub fn recompute(
         return forward(config, layer, w, x, context, None).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
+    let mut products = w.products();
+    // That of `down_proj`.
+    products.pop();
+    let panels = PanelsAhead::new(panels_of(products), x);
+    let pass = LayerPass { config, layer, context, panels: Some(&panels) };
     let token = token_half(pass, w, x, None)?;
     let h = channel_input(pass, x, &token.y);
     let normed = w.channel_norms.input(config, h)?;
@@ -419,7 +451,8 @@ pub fn backward(
     need_dx: bool,
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
+    let panels = PanelsAhead::new(panels_of(w.products_of_backward(need_dx)), dy);
+    let pass = LayerPass { config, layer, context, panels: Some(&panels) };
     let dy = &times_output_factor(w, dy.clone())?;
     let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };

@@ -378,8 +378,8 @@ impl AttentionWeights {
         saved: &AttentionSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (heads, source) = (self.mixer.heads, pass.source());
-        let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
+        let (heads, branch) = (self.mixer.heads, pass.branch());
+        let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, branch)?;
         drop(dout);
         let (dattended, dgates) = match &saved.gates {
             None => {
@@ -418,7 +418,7 @@ impl AttentionWeights {
         } else {
             dqkv
         };
-        let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
+        let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

@@ -40,6 +40,16 @@ impl ChannelMixerWeights {
         }
     }
 
+    /// Returns the linear layers outside experts in the order of their products in forward.
+    pub(super) fn products(&self) -> Vec<&MergedLinear> {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => vec![&mlp.gate_up, &mlp.down],
+            ChannelMixerWeights::PlainMlp(mlp) => vec![&mlp.up, &mlp.down],
+            ChannelMixerWeights::Experts(_) => Vec::new(),
+            ChannelMixerWeights::MlpAndExperts(both) => vec![&both.mlp.gate_up, &both.mlp.down],
+        }
+    }
+
     /// Returns the layers whose dequantized panels serve recomputing and backward. Recomputing
     /// multiplies by `down_proj` only if its output `is_read`.
     pub(super) fn panels(&mut self, is_read: bool) -> Vec<&mut MergedLinear> {

@@ -4,11 +4,12 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
+use super::beside::{TwoQueues, WorkBeside, launch_beside};
 use super::cublas::{Cublas, scales_rows};
 use super::queue_limit::QueueLimit;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
@@ -43,9 +44,12 @@ pub(super) struct CudaDriver {
     scales_rows: bool,
     /// True if the host waits after each launch.
     waits: bool,
-    loaded: Mutex<Loaded>,
+    /// Code of the context, which both queues launch.
+    loaded: Arc<Mutex<Loaded>>,
     cublas: Mutex<Option<Cublas>>,
     queue: Mutex<QueueLimit<CudaEvent>>,
+    /// The driver of the second queue, started at its first use.
+    second: OnceLock<&'static CudaDriver>,
 }
 
 /// Handles of the CUDA driver, which live as long as the process.
@@ -95,9 +99,10 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
             runs_code,
             scales_rows,
             waits,
-            loaded: Mutex::default(),
+            loaded: Arc::default(),
             cublas: Mutex::default(),
             queue: Mutex::default(),
+            second: OnceLock::new(),
         }));
         drivers.push((key, driver));
         driver
@@ -143,6 +148,27 @@ impl CudaDriver {
     /// and libraries allocate outside the pool.
     fn with_room<T>(&self, kind: PlannedFailure, call: impl FnMut() -> Result<T>) -> Result<T> {
         with_room(kind, || make_room_on(&self.stream), call)
+    }
+
+    /// Returns the driver of a second queue of the GPU. Both live as long as the process.
+    fn second(&self) -> Result<&'static CudaDriver> {
+        if let Some(second) = self.second.get() {
+            return Ok(second);
+        }
+        let stream = self.stream.context().new_stream();
+        let stream = stream.map_err(|error| self.failed("start a second stream".to_owned(), error))?;
+        Ok(self.second.get_or_init(|| {
+            Box::leak(Box::new(CudaDriver {
+                stream,
+                runs_code: self.runs_code,
+                scales_rows: self.scales_rows,
+                waits: self.waits,
+                loaded: self.loaded.clone(),
+                cublas: Mutex::default(),
+                queue: Mutex::default(),
+                second: OnceLock::new(),
+            }))
+        }))
     }
 
     /// Counts a launch or a product, and waits if the queue is too long.
@@ -291,8 +317,16 @@ impl Driver for CudaDriver {
         self.cublas(&mut locked(&self.cublas)).map(|cublas| cublas.choose_place(place))
     }
 
+    fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
+        self.bind()?;
+        let queues = Queues { first: self, second: self.second()? };
+        let end = launch_beside(&queues, || work(queues.second))?;
+        Ok(Some(Box::new(End { of: end, first: self.stream.clone() })))
+    }
+
     fn preload(&self) -> Result<()> {
         self.bind()?;
+        self.second()?;
         for (name, _) in CODE {
             self.with_room(PlannedFailure::Module, || {
                 let module = self.module(&mut locked(&self.loaded), name)?;
@@ -301,5 +335,45 @@ impl Driver for CudaDriver {
         }
         let mut started = locked(&self.cublas);
         self.with_room(PlannedFailure::Product, || self.cublas(&mut started).map(drop))
+    }
+}
+
+/// The two queues of a GPU.
+struct Queues<'a> {
+    first: &'a CudaDriver,
+    second: &'static CudaDriver,
+}
+
+impl TwoQueues for Queues<'_> {
+    type Mark = CudaEvent;
+
+    fn follow(&self) -> Result<()> {
+        let Queues { first, second } = self;
+        let followed = second.stream.join(&first.stream);
+        followed.map_err(|error| first.failed("order two streams".to_owned(), error))
+    }
+
+    fn mark(&self) -> Result<CudaEvent> {
+        let event = self.second.stream.record_event(None);
+        event.map_err(|error| self.first.failed("order two streams".to_owned(), error))
+    }
+
+    fn finish(&self) {
+        // The failure before this one is reported.
+        let _ = wait_for_stream(&self.second.stream);
+    }
+}
+
+/// The end of work on the second queue.
+#[derive(Debug)]
+struct End {
+    of: CudaEvent,
+    first: Arc<CudaStream>,
+}
+
+impl WorkBeside for End {
+    fn join(&self) -> Result<()> {
+        let joined = self.first.context().bind_to_thread().and_then(|()| self.first.wait(&self.of));
+        joined.map_err(|error| Error::of_device("cannot order two streams of a GPU", &error.to_string()))
     }
 }

@@ -8,23 +8,35 @@ use std::sync::{LazyLock, Mutex};
 
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::queue_limit::QueueLimit;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
-use crate::error::Result;
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside};
+use crate::error::{Error, Result};
 use crate::locks::locked;
+
+/// Operations for each byte below which a product is thin: an A100 computes 153 at its peak in bf16,
+/// an H100 295.
+const THIN: f64 = 100.0;
 
 /// The work requested of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GpuWork {
     /// Number of kernel launches.
     pub launches: u64,
+    /// Those of them on a second queue, beside products.
+    pub launches_beside: u64,
     /// Number of matrix products.
     pub gemms: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
+    /// Those of them by launches on a second queue.
+    pub bytes_beside: u64,
     /// Bytes that products read and write, each operand once.
     pub gemm_bytes: u64,
+    /// Those of them by thin products, which memory bounds on every GPU.
+    pub thin_bytes: u64,
     /// Operations of products; a multiplication and an addition count as two.
     pub gemm_flops: f64,
+    /// Those of them by thin products.
+    pub thin_flops: f64,
     /// Those of them whose operands are codes of e4m3.
     pub fp8_flops: f64,
     /// Operations of attention's products, counted likewise.
@@ -41,28 +53,49 @@ pub struct GpuWork {
 impl std::ops::Sub for GpuWork {
     type Output = GpuWork;
     fn sub(self, before: GpuWork) -> GpuWork {
-        GpuWork {
-            launches: self.launches - before.launches,
-            gemms: self.gemms - before.gemms,
-            kernel_bytes: self.kernel_bytes - before.kernel_bytes,
-            gemm_bytes: self.gemm_bytes - before.gemm_bytes,
-            gemm_flops: self.gemm_flops - before.gemm_flops,
-            fp8_flops: self.fp8_flops - before.fp8_flops,
-            attention_flops: self.attention_flops - before.attention_flops,
-            uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
-            waits: self.waits - before.waits,
-            most_ahead: self.most_ahead,
-        }
+        let most_ahead = self.most_ahead;
+        GpuWork { most_ahead, ..self.with(before, |a, b| a - b, |a, b| a - b) }
+    }
+}
+
+impl std::ops::Add for GpuWork {
+    type Output = GpuWork;
+    fn add(self, other: GpuWork) -> GpuWork {
+        let most_ahead = self.most_ahead.max(other.most_ahead);
+        GpuWork { most_ahead, ..self.with(other, |a, b| a + b, |a, b| a + b) }
     }
 }
 
 impl GpuWork {
+    /// Combines each count with that of `other`.
+    fn with(self, other: GpuWork, whole: fn(u64, u64) -> u64, real: fn(f64, f64) -> f64) -> GpuWork {
+        GpuWork {
+            launches: whole(self.launches, other.launches),
+            launches_beside: whole(self.launches_beside, other.launches_beside),
+            gemms: whole(self.gemms, other.gemms),
+            kernel_bytes: whole(self.kernel_bytes, other.kernel_bytes),
+            bytes_beside: whole(self.bytes_beside, other.bytes_beside),
+            gemm_bytes: whole(self.gemm_bytes, other.gemm_bytes),
+            thin_bytes: whole(self.thin_bytes, other.thin_bytes),
+            gemm_flops: real(self.gemm_flops, other.gemm_flops),
+            thin_flops: real(self.thin_flops, other.thin_flops),
+            fp8_flops: real(self.fp8_flops, other.fp8_flops),
+            attention_flops: real(self.attention_flops, other.attention_flops),
+            uploaded_bytes: whole(self.uploaded_bytes, other.uploaded_bytes),
+            waits: whole(self.waits, other.waits),
+            most_ahead: self.most_ahead,
+        }
+    }
+
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
-    /// per second, twice as many of e4m3. Products are bound by the slower of the two, attention by
-    /// operations, other kernels by memory; their times add up.
+    /// per second, twice as many of e4m3. Attention is bound by operations, thin products and
+    /// kernels by memory, and other products with the launches beside them by the slower of the
+    /// two; their times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
-        let products = ((self.gemm_flops - self.fp8_flops / 2.0) / flops).max(self.gemm_bytes as f64 / bytes);
-        products + self.attention_flops / flops + self.kernel_bytes as f64 / bytes
+        let products = (self.gemm_flops - self.thin_flops - self.fp8_flops / 2.0) / flops;
+        let beside = (self.gemm_bytes - self.thin_bytes + self.bytes_beside) as f64 / bytes;
+        let moved = (self.thin_bytes + self.kernel_bytes - self.bytes_beside) as f64 / bytes;
+        products.max(beside) + self.attention_flops / flops + moved
     }
 }
 
@@ -74,6 +107,11 @@ struct WorkCounter {
     queue: QueueLimit<u64>,
     /// Launches and products that the host has waited for.
     finished: u64,
+    /// Arguments of the launches on the second queue for which the first has not waited, with the
+    /// number of their work.
+    beside: Vec<(u64, Arg)>,
+    /// Pieces of work on the second queue.
+    pieces: u64,
 }
 
 impl WorkCounter {
@@ -89,6 +127,35 @@ impl WorkCounter {
         };
         let Ok(()) = self.queue.launched::<Infallible>(|| Ok(all), wait);
     }
+}
+
+impl WorkCounter {
+    /// Counts a launch.
+    fn launched(&mut self, args: &[Arg]) {
+        self.work.launches += 1;
+        self.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
+        self.queued();
+    }
+
+    /// Refuses work of the first queue that uses memory which the second writes, or writes what it
+    /// reads, without a wait between them.
+    fn check_order(&self, what: &str, args: &[Arg]) -> Result<()> {
+        let conflicts = |arg: &Arg| self.beside.iter().any(|(_, other)| conflict(arg, other));
+        if args.iter().any(conflicts) {
+            return Err(Error::internal(format!("{what} uses memory of the second queue before its end")));
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether two arguments share memory that one of them is written to.
+fn conflict(a: &Arg, b: &Arg) -> bool {
+    let end = |arg: &Arg| match arg.rows {
+        0 => arg.value,
+        rows => arg.value + (rows - 1) * arg.pitch + arg.row_bytes,
+    };
+    let are_memory = a.rows > 0 && b.rows > 0;
+    are_memory && (a.is_written || b.is_written) && a.value < end(b) && b.value < end(a)
 }
 
 static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
@@ -107,16 +174,14 @@ fn with_requested<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
 pub(super) struct LaunchCounter;
 
 impl Driver for LaunchCounter {
-    fn launch(&self, _kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
         if shape.is_empty() {
             return Ok(());
         }
         with_requested(|asked| {
-            asked.work.launches += 1;
-            asked.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
-            asked.queued();
-        });
-        Ok(())
+            asked.launched(args);
+            asked.check_order(kernel.name, args)
+        })
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -125,17 +190,33 @@ impl Driver for LaunchCounter {
             (matrix.rows * matrix.cols * element.bytes()) as u64
         };
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
+        let d = Arg { is_written: true, ..gemm.d.arg };
         with_requested(|asked| {
+            asked.check_order("a product", &[gemm.a.arg, gemm.b.arg, gemm.c.arg, d])?;
             asked.work.gemms += 1;
             let flops = 2.0 * m as f64 * n as f64 * k as f64;
             asked.work.gemm_flops += flops;
             if gemm.operands == GemmElement::E4m3 {
                 asked.work.fp8_flops += flops;
             }
-            asked.work.gemm_bytes += bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+            let moved = bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+            asked.work.gemm_bytes += moved;
+            if flops < THIN * moved as f64 {
+                asked.work.thin_bytes += moved;
+                asked.work.thin_flops += flops;
+            }
             asked.queued();
+            Ok(())
+        })
+    }
+
+    fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
+        let piece = with_requested(|asked| {
+            asked.pieces += 1;
+            asked.pieces
         });
-        Ok(())
+        work(&SecondQueue { piece })?;
+        Ok(Some(Box::new(SecondQueue { piece })))
     }
 
     fn note_attention(&self, flops: &dyn Fn() -> f64) {
@@ -152,5 +233,38 @@ impl Driver for LaunchCounter {
             asked.work.waits += u64::from(std::mem::take(&mut asked.busy));
             asked.finished = asked.work.launches + asked.work.gemms;
         });
+    }
+}
+
+/// A piece of work on the second queue.
+#[derive(Debug)]
+struct SecondQueue {
+    piece: u64,
+}
+
+impl Driver for SecondQueue {
+    fn launch(&self, _kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        with_requested(|asked| {
+            asked.work.launches_beside += 1;
+            asked.work.bytes_beside += args.iter().map(|arg| arg.moved).sum::<u64>();
+            asked.launched(args);
+            asked.beside.extend(args.iter().map(|arg| (self.piece, *arg)));
+        });
+        Ok(())
+    }
+
+    fn gemm(&self, _: &Gemm) -> Result<()> {
+        Err(Error::internal("a product on the second queue"))
+    }
+}
+
+impl WorkBeside for SecondQueue {
+    fn join(&self) -> Result<()> {
+        // A wait for a queue is one for all of its earlier work.
+        with_requested(|asked| asked.beside.retain(|(piece, _)| *piece > self.piece));
+        Ok(())
     }
 }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels};
 use crate::ops::matmul::empty;
 use crate::quant::{PanelKernel, RunMeaning, dynamic_signed};
+use crate::runtime::TensorMut;
 
 /// Returns true if kernels write panels of all `weights` in this dtype.
 pub(super) fn is_supported(weights: &[&Quantized], dtype: DType) -> bool {
@@ -21,15 +22,26 @@ pub(in crate::ops) fn dequantize(
     weights: &[&Quantized],
     dtype: DType,
 ) -> Result<Tensor> {
+    let panel = unwritten(weights, dtype)?;
+    fill(driver, weights, &panel)?;
+    Ok(panel.into_tensor())
+}
+
+/// Allocates the panel of stacked matrices of one width, `[Σ out, in]` in `dtype`.
+pub(super) fn unwritten(weights: &[&Quantized], dtype: DType) -> Result<TensorMut> {
     let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
     let rows = weights.iter().map(|weight| weight.shape.0).sum();
-    let panel = empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())?;
+    empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())
+}
+
+/// Writes the values of stacked matrices to their panel.
+pub(super) fn fill(driver: &dyn Driver, weights: &[&Quantized], panel: &TensorMut) -> Result<()> {
     let mut start = 0;
     for weight in weights {
         dequantize_from(driver, weight, 0, &*panel.narrow(0, start, weight.shape.0)?)?;
         start += weight.shape.0;
     }
-    Ok(panel.into_tensor())
+    Ok(())
 }
 
 /// Fills `panel`, bf16 or f32, with the values of the flattened matrix from `start` on.
