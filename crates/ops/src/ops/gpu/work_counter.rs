@@ -268,3 +268,38 @@ impl WorkBeside for SecondQueue {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::ops::gpu::{In, Out};
+    use crate::runtime::TensorMut;
+
+    const KERNEL: Kernel = Kernel { name: "work", module: "tests" };
+
+    /// Work of the second queue with `beside`, then a launch with `later` on the first: whether the
+    /// launch is in order before and after a wait.
+    fn in_order(beside: Arg, later: Arg) -> Result<[bool; 2]> {
+        let shape = LaunchShape::line(1, 32);
+        let end = LaunchCounter.beside(&mut |second| second.launch(&KERNEL, shape, &[beside]))?;
+        let before = LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok();
+        end.map_or(Ok(()), |end| end.join())?;
+        Ok([before, LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok()])
+    }
+
+    #[test]
+    fn queues_use_memory_in_turn_unless_both_read_it() -> Result<()> {
+        let [x, y] = [4, 4].map(|rows| TensorMut::zeros((rows, 8), DType::F32, &Device::Cpu));
+        let (x, y) = (x?, y?);
+        let (reads, writes) = (In::<f32>::all(&x)?.arg(), Out::<f32>::all(&x)?.arg());
+        let last = x.narrow(0, 3, 1)?;
+        assert_eq!(in_order(writes, reads)?, [false, true]);
+        assert_eq!(in_order(reads, writes)?, [false, true]);
+        assert_eq!(in_order(writes, In::<f32>::all(&last)?.arg())?, [false, true]);
+        assert_eq!(in_order(reads, reads)?, [true, true]);
+        assert_eq!(in_order(writes, Out::<f32>::all(&y)?.arg())?, [true, true]);
+        Ok(())
+    }
+}
