@@ -1,7 +1,8 @@
 //! The dequantized panels of a block's products on a GPU, each made beside the product before it.
 //!
 //! A product takes its panel and then starts that of the next one, so at most two panels exist at a
-//! time. The first product of a block makes its own.
+//! time. The first product of a block makes its own. The device waits for a panel that no product
+//! took when the pass ends: gathers of later blocks overwrite the codes.
 
 use std::cell::RefCell;
 

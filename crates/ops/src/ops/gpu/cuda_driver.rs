@@ -1,5 +1,6 @@
 //! The driver of NVIDIA GPUs: it loads the code that `build.rs` compiles from `kernels/`, and runs
-//! it on the one stream of candle's device, in order with candle's own work. Not yet run on a GPU.
+//! it on the stream of candle's device, in order with candle's own work. Some work runs on a second
+//! stream, ordered by events (`beside.rs`). Not yet run on a GPU.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};

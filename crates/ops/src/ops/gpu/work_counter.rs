@@ -12,8 +12,8 @@ use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 
-/// Operations for each byte below which a product is thin: an A100 computes 153 at its peak in bf16,
-/// an H100 295.
+/// Operations for each byte below which a product is thin: an A100 computes 153 at its peak in
+/// bf16, an H100 295.
 const THIN: f64 = 100.0;
 
 /// The work requested of a GPU.

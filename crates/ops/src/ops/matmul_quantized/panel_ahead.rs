@@ -43,7 +43,8 @@ impl PanelAhead {
         Ok(end.map(|end| PanelAhead { panel, _weights: weights, end: Some(end) }))
     }
 
-    /// Returns the panel for the work that follows, which waits for it on the device.
+    /// Returns the panel, `[Σ out, in]` in the dtype that it was started with, for the work that
+    /// follows, which waits for it on the device.
     ///
     /// # Errors
     /// Fails if the driver refuses it.
