@@ -61,8 +61,10 @@ fn on_one_queue(work: [GpuWork; 2]) -> [GpuWork; 2] {
     work.map(|work| GpuWork { launches_beside: 0, bytes_beside: 0, ..work })
 }
 
-/// Returns the rows: the change, the run, and its figures before and after.
-fn rows() -> Vec<(&'static str, &'static str, [Figures; 2])> {
+/// A change of the engine, and a run before and after it.
+struct Row(&'static str, &'static str, [Figures; 2]);
+
+fn rows() -> Vec<Row> {
     let [kept, recomputed] = [false, true].map(|recompute| counted(Mode::Qlora, recompute));
     let copy = counted(Mode::QloraCopy, false);
     let one_queue = |counted: &Counted| Figures::extended(on_one_queue(counted.step));
@@ -80,24 +82,28 @@ fn rows() -> Vec<(&'static str, &'static str, [Figures; 2])> {
     let whole = serial.plus(layers, forward);
     // It repeats all but the last product of all blocks but the last, and then makes panels again.
     let three_panels = recompute_serial.plus(layers - 1.0, others);
-    let rows = [Mode::Lora, Mode::LoraFp8, Mode::QloraFp8].map(|mode| counted(mode, false).step);
-    let [lora, lora_fp8, qlora_fp8] = rows.map(Figures::extended);
+    let steps = [Mode::Lora, Mode::LoraFp8, Mode::QloraFp8].map(|mode| counted(mode, false).step);
+    let [lora, lora_fp8, qlora_fp8] = steps.map(Figures::extended);
     let [ahead, recompute_ahead] = [&kept, &recomputed].map(|counted| Figures::extended(counted.step));
     vec![
-        ("recomputing without `down_proj` and the last block", "QLoRA, recompute", [whole, three_panels]),
-        ("panels shared by recomputing and backward", "QLoRA, recompute", [three_panels, recompute_serial]),
-        ("panels on a second stream", "QLoRA", [serial, ahead]),
-        ("panels on a second stream", "QLoRA, recompute", [recompute_serial, recompute_ahead]),
-        ("frozen products in fp8", "LoRA", [lora, lora_fp8]),
-        ("frozen products in fp8", "QLoRA", [ahead, qlora_fp8]),
-        ("`quantization.bf16_copy`", "QLoRA", [ahead, Figures::extended(copy.step)]),
+        Row("recomputing without `down_proj` and the last block", "QLoRA, recompute", [whole, three_panels]),
+        Row(
+            "panels shared by recomputing and backward",
+            "QLoRA, recompute",
+            [three_panels, recompute_serial],
+        ),
+        Row("panels on a second stream", "QLoRA", [serial, ahead]),
+        Row("panels on a second stream", "QLoRA, recompute", [recompute_serial, recompute_ahead]),
+        Row("frozen products in fp8", "LoRA", [lora, lora_fp8]),
+        Row("frozen products in fp8", "QLoRA", [ahead, qlora_fp8]),
+        Row("`quantization.bf16_copy`", "QLoRA", [ahead, Figures::extended(copy.step)]),
     ]
 }
 
 /// Compares the page with what is counted now.
 pub(super) fn is_that_of_the_page() {
     let mut table = "| change | run | calls | GB | ms |\n|---|---|---|---|---|\n".to_owned();
-    for (change, run, [before, after]) in rows() {
+    for Row(change, run, [before, after]) in rows() {
         let pair = |digits: usize, value: fn(Figures) -> f64| {
             format!("{:.digits$} → {:.digits$}", value(before), value(after))
         };

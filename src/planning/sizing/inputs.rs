@@ -116,9 +116,10 @@ pub(crate) fn engine_on(
             .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
     }
     let DeviceSheet { name, .. } = &hardware.device;
-    match (recipe.train.base_products, hardware.device.capability()) {
-        (BaseProducts::Fp8, Some(capability)) => device::check_fp8_of(name, name, capability)?,
-        _ => {}
+    if recipe.train.base_products == BaseProducts::Fp8
+        && let Some(capability) = hardware.device.capability()
+    {
+        device::check_fp8_of(name, name, capability)?;
     }
     let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
     engine.traits = if hardware.device.processor { DeviceTraits::CPU } else { DeviceTraits::GPU };
