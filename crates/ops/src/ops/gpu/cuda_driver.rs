@@ -153,7 +153,7 @@ impl CudaDriver {
 
     /// Returns the driver of a second queue of the GPU. Both live as long as the process.
     fn second(&self) -> Result<&'static CudaDriver> {
-        if let Some(second) = self.second.get() {
+        if let Some(second) = self.second.get().copied() {
             return Ok(second);
         }
         let stream = self.stream.context().new_stream();
