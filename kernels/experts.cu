@@ -108,7 +108,7 @@ DEVICE inline void keep_groups(Logits &x, uint32_t experts, uint32_t groups, uin
 template <class T>
 DEVICE inline void choose_scores(In<T> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, int64_t token,
                                  uint32_t experts, uint32_t chosen, uint32_t flags, uint32_t groups,
-                                 uint32_t of_token, float factor) {
+                                 uint32_t of_token, float factor, float sum_offset) {
     uint32_t lane = threadIdx.x % 32;
     Logits x = load_logits(logits, token, experts);
     bool is_sigmoid = (flags & SIGMOID) != 0;
@@ -131,7 +131,7 @@ DEVICE inline void choose_scores(In<T> logits, In<float> bias, Out<uint32_t> ids
         float logit = widen(logits.load(token * experts + mine));
         weight = is_sigmoid ? sigmoid(logit) : expf(logit - max) / all;
     }
-    float sum = (flags & RENORMALIZE) != 0 ? warp_sum(weight) + 1e-20f : 1.0f;
+    float sum = (flags & RENORMALIZE) != 0 ? warp_sum(weight) + sum_offset : 1.0f;
     if (warp_max(x.has_nan ? 1.0f : 0.0f) > 0.0f) sum = bits_to_float(0x7fc00000u);
     if (lane < chosen) {
         ids.store(token * chosen + lane, mine);
@@ -142,12 +142,12 @@ DEVICE inline void choose_scores(In<T> logits, In<float> bias, Out<uint32_t> ids
 template <class T>
 DEVICE inline void choose(In<T> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens,
                           uint32_t experts, uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token,
-                          float factor) {
+                          float factor, float sum_offset) {
     int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
     if (token >= tokens) return;
     uint32_t lane = threadIdx.x % 32;
     if (!bias.is_null() || groups != 0 || (flags & SIGMOID) != 0) {
-        choose_scores(logits, bias, ids, weights, token, experts, chosen, flags, groups, of_token, factor);
+        choose_scores(logits, bias, ids, weights, token, experts, chosen, flags, groups, of_token, factor, sum_offset);
         return;
     }
     bool renormalize = (flags & RENORMALIZE) != 0;
@@ -317,10 +317,10 @@ DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, 
 
 #define CHOOSE_BF16                                                                                                    \
     In<bf16> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,        \
-        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor
+        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor, float sum_offset
 #define CHOOSE_F32                                                                                                     \
     In<float> logits, In<float> bias, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,       \
-        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor
+        uint32_t chosen, uint32_t flags, uint32_t groups, uint32_t of_token, float factor, float sum_offset
 #define CHOICE_BF16                                                                                                    \
     In<bf16> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<bf16> d, uint32_t tokens,           \
         uint32_t experts, uint32_t chosen, uint32_t flags, float factor
@@ -331,11 +331,11 @@ DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, 
 // ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`, and perhaps a bias: `[experts]` on the scores for
 // the choice. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_bf16(CHOOSE_BF16) {
-    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor);
+    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor, sum_offset);
 }
 // Like choose_experts_bf16.
 KERNEL BOUNDS(256, 2) choose_experts_f32(CHOOSE_F32) {
-    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor);
+    choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor, sum_offset);
 }
 // d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_backward_bf16(CHOICE_BF16) {

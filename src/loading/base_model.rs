@@ -145,8 +145,9 @@ impl EngineOptions {
                 .then(|| format!("{old}; every operation uses its slow reference form"));
         }
         if let Some(delta) = config.gated_deltas().find(|delta| !delta_has_kernels(delta)) {
+            let taps = KERNEL_TAPS.map(|taps| taps.to_string()).join(" or ");
             return Some(format!(
-                "Gated DeltaNet has kernels for a convolution over {KERNEL_TAPS} tokens and heads of at most {MOST_WIDE_HEAD}; over {} tokens and heads of {} and {} it uses its slow reference form",
+                "Gated DeltaNet has kernels for a convolution over {taps} tokens and heads of at most {MOST_WIDE_HEAD}; over {} tokens and heads of {} and {} it uses its slow reference form",
                 delta.conv_kernel, delta.heads.key_dim, delta.heads.value_dim
             ));
         }
@@ -193,7 +194,8 @@ impl EngineOptions {
 
 /// Returns whether the operations of Gated DeltaNet have kernels for these sizes.
 fn delta_has_kernels(delta: &DeltaMixer) -> bool {
-    delta.conv_kernel == KERNEL_TAPS && delta.heads.key_dim.max(delta.heads.value_dim) <= MOST_WIDE_HEAD
+    KERNEL_TAPS.contains(&delta.conv_kernel)
+        && delta.heads.key_dim.max(delta.heads.value_dim) <= MOST_WIDE_HEAD
 }
 
 impl BaseModel {

@@ -121,13 +121,16 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
     push(parallel.offload_folder.is_none(), MemoryTarget::Host, to_file, Box::new(offload_to_file));
     let dense = recipe.quantization.is_none() && !model.quantized;
-    push(adapter && dense, MemoryTarget::Kept, set("quantization.kind=nf4"), Box::new(quantize));
+    // Packed weights are either kept as they are or quantized again.
+    let again = if recipe.model.dequantize { "" } else { " --set model.dequantize=true" };
+    let nf4 = format!("--set quantization.kind=nf4{again}");
+    push(adapter && dense, MemoryTarget::Kept, nf4.clone(), Box::new(quantize));
     // An adapter needs f32 masters.
     let mut lora = set("adapter.kind=lora");
     if !has_masters {
         lora = format!("{lora} {}", set("optimizer.master=f32"));
     }
-    let both = format!("{lora} {}", set("quantization.kind=nf4"));
+    let both = format!("{lora} {nf4}");
     push(!adapter, MemoryTarget::Kept, lora, Box::new(add_adapter));
     push(!adapter && dense, MemoryTarget::Kept, both, Box::new(add_adapter_and_quantize));
     all.push(shorter_rows(recipe.data.longest_row()));
@@ -156,6 +159,7 @@ fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
 fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
     recipe.quantization =
         Some(QuantizationSection { kind: QuantKind::Nf4, ..QuantizationSection::default() });
+    recipe.model.dequantize = true;
 }
 
 fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
@@ -247,6 +251,17 @@ mod tests {
         assert!(!has(&recipe, "gradient_accumulation_steps"));
         recipe.data.max_seq_len = AutoOr::Fixed(3);
         assert!(!has(&recipe, "max_seq_len"));
+    }
+
+    /// The recipe refuses `[quantization]` beside `model.dequantize = false`.
+    #[test]
+    fn advice_to_quantize_no_longer_keeps_packed_weights() {
+        let mut recipe = recipe();
+        recipe.model.dequantize = false;
+        let wanted = "--set quantization.kind=nf4 --set model.dequantize=true";
+        assert!(advised(&recipe, false, Phase::Load).iter().any(|typed| typed == wanted));
+        quantize(&mut recipe, &mut WorldSize { all: 1, local: None, here: 1 });
+        assert!(recipe.model.dequantize);
     }
 
     #[test]

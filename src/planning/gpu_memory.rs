@@ -251,13 +251,16 @@ impl BlockStep<'_> {
                 let (conv, value) = (mixer.heads.conv_width(), mixer.heads.value_width());
                 (value + mixer.input_width() + 2 * conv).max(2 * mixer.input_width())
             }
+            // Gates and input; the gated input, its convolution and the gradients of both, of the
+            // product and of the output gate; then the gradients of all inputs.
+            TokenMixer::ShortConv(mixer) => 3 * mixer.input_width(),
         }
     }
 
     /// Returns the bytes of tensors of other shapes in the backward of the delta rule.
     fn delta_workspace(&self) -> u64 {
         match &self.shape.token_mixer {
-            TokenMixer::Attention(_) | TokenMixer::Latent(_) => 0,
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) | TokenMixer::ShortConv(_) => 0,
             TokenMixer::GatedDelta(mixer) => mixer.heads.backward_workspace(self.step.tokens) as u64,
         }
     }

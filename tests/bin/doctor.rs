@@ -199,7 +199,7 @@ fn the_network_of_threads() {
     assert!(value(&text, "memory:").contains("as a copy there ("), "{text}");
     assert!(value(&text, "clocks:").contains(" ms apart at most"), "{text}");
     let report: serde_json::Value =
-        serde_json::from_str(&doctor(&["net", "--ranks", "2", "--json"], &[])).unwrap();
+        serde_json::from_str(&doctor(&["net", "--ranks", "2", "--sizes", "4K", "--json"], &[])).unwrap();
     assert_eq!(report["collectives"]["ranks"], 2);
     assert_eq!(report["hosts"][0], report["hosts"][1]);
     assert_eq!(report["clocks"].as_array().map(Vec::len), Some(1));

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use crate::exhaustive::each_third;
 use crate::place::{Place, copy_folder, golden, lora};
 use crate::plan::planning::{between, bytes, peak, resized, train, write_text};
 use finetune::model::{ModelConfig, parameters};
@@ -77,7 +78,7 @@ fn compare(place: &Place, name: &str, more: &[&str], packed: &[f64], tolerance: 
 
 #[test]
 fn a_packed_base_trains_as_the_dequantized_one() {
-    for model in MODELS.into_iter().chain(OTHERS) {
+    for model in each_third(MODELS.into_iter().chain(OTHERS), 1) {
         let place = place(model);
         let (wide, _) = packed(&place, "f32-packed", &[]);
         compare(&place, "f32", &[], &wide, 1e-6);
@@ -91,7 +92,7 @@ fn a_packed_base_trains_as_the_dequantized_one() {
 /// needs the norms of the weights.
 #[test]
 fn every_strategy_keeps_a_base_packed() {
-    for model in [GPTQ, "tiny-fp8-block", "tiny-mxfp4"] {
+    for model in each_third([GPTQ, "tiny-fp8-block", "tiny-mxfp4", "tiny-ct-nvfp4", "tiny-hqq-4"], 0) {
         let place = place(model);
         std::fs::create_dir(place.path("off")).unwrap();
         let [one, two] = [1, 2].map(|turns| format!("train.gradient_accumulation_steps={turns}"));

@@ -69,9 +69,14 @@ fn every_kind_computes_what_peft_computes() {
 /// LoRA on the tensors of all experts of a layer (`target_parameters`).
 #[test]
 fn adapters_of_all_experts_compute_what_peft_computes() {
-    for (family, changed) in
-        [("qwen3-moe", 60), ("mixtral", 32), ("deepseek-v3", 63), ("gemma4-moe", 47), ("gpt-oss", 36)]
-    {
+    for (family, changed) in [
+        ("qwen3-moe", 60),
+        ("mixtral", 32),
+        ("deepseek-v3", 63),
+        ("gemma4-moe", 47),
+        ("gpt-oss", 36),
+        ("llama4", 24),
+    ] {
         let [run, model] = [format!("train/lora_experts_{family}"), format!("models/tiny-{family}")]
             .map(|path| format!("families/{path}"));
         let (report, distance) = merged_distance(&run, &model, BaseValues::AsStored);

@@ -333,6 +333,12 @@ fn groups_of_hqq() {
     let mut wide = hqq_layer();
     wide[0] = ("x.W_q", Dtype::U8, vec![4, 2], vec![1, 2, 3, 4, 200, 255, 0, 1]);
     gives(&settings, &wide, "hqq int8", &[1.0, 2.0, 1.0, 3.0, 96.0, 123.5, -4.0, 0.0]);
+    // A router of Gemma 4 has a `scale` of its own.
+    let router = [("router.scale", Dtype::BF16, vec![2], bf16s(&[1.0, 2.0]))];
+    let folder = folder(&settings, &[&router[..], &hqq_layer()].concat());
+    let files = ModelFiles::open(folder.path()).unwrap();
+    assert_eq!(files.names().collect::<Vec<_>>(), ["router.scale", "x.weight"]);
+    assert_eq!(floats(&files, "router.scale"), [1.0, 2.0]);
     let of = |change: &dyn Fn(&mut Vec<Tensor>)| {
         let mut tensors = hqq_layer();
         change(&mut tensors);

@@ -3,15 +3,20 @@
 
 use std::process::{Child, Command};
 
+/// Steps of a run that is observed in the middle, as a number and as `--set` takes it. Release builds
+/// plant no fault, and only Linux reports a stopped run: elsewhere the run must be long enough.
+pub(crate) const STEPS: usize = if STOPS { 50 } else { 300 };
+pub(crate) const MAX_STEPS: &str = if STOPS { "train.max_steps=50" } else { "train.max_steps=300" };
+const STOPS: bool = cfg!(all(debug_assertions, target_os = "linux"));
+
 /// Makes the run stop itself as it reads rows for the fifth time, after three or four steps.
-/// Release builds plant no fault: there the run must be long enough to be observed.
 pub(crate) fn stops_at_work(command: &mut Command) -> &mut Command {
     command.env("FINETUNE_FAULT", "0:data:5:stop")
 }
 
 /// Waits until Linux reports that the run has stopped itself.
 pub(crate) fn has_stopped(run: &mut Child) {
-    while cfg!(all(debug_assertions, target_os = "linux")) {
+    while STOPS {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", run.id())).unwrap();
         if stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T')) {
             return;

@@ -33,6 +33,7 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
         ("transformer.h.", "model.layers."),
         ("transformer.word_embeddings.", "model.embed_tokens."),
         ("transformer.ln_f.", "model.norm."),
+        ("model.embedding_norm.", "model.norm."),
     ];
     let usual = renamed.iter().find_map(|(from, to)| Some(format!("{to}{}", name.strip_prefix(from)?)));
     let name = usual.as_deref().unwrap_or(name);

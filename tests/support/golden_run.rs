@@ -99,7 +99,9 @@ fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<
 
 /// Returns whether a tensor has values beside the weights that no optimizer updates.
 fn is_buffer(name: &&str) -> bool {
-    [".e_score_correction_bias", ".layer_scalar"].iter().any(|end| name.ends_with(end))
+    [".e_score_correction_bias", ".expert_bias", ".layer_scalar", ".act_fn.beta", ".act_fn.eps"]
+        .iter()
+        .any(|end| name.ends_with(end))
 }
 
 /// Asserts that a trained model has the values of its base that no optimizer updates.

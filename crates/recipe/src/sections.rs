@@ -40,8 +40,8 @@ section! {
         init: ModelInit = ModelInit::Pretrained;
         /// Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
         dtype: ComputeDtype = ComputeDtype::Auto;
-        /// Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors or GGUF while it
-        /// is read; false: keep it packed in memory under an adapter, on the CPU.
+        /// Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, HQQ, compressed-tensors or GGUF while
+        /// it is read; false: keep it packed in memory under an adapter, on the CPU.
         dequantize: bool = true;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;

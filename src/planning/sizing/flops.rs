@@ -132,7 +132,7 @@ pub fn linear_weights(config: &ModelConfig) -> usize {
 fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockModule) -> bool) -> usize {
     let weights = |module: &BlockModule| match module.weight {
         WeightShape::Matrix { out, inputs } => out * inputs,
-        WeightShape::Gain(_) | WeightShape::Conv { .. } => 0,
+        WeightShape::Gain(_) | WeightShape::Scalar | WeightShape::Conv { .. } => 0,
     };
     let layout = BlockLayout::new(config, layer);
     layout.active_linears(config, layer).filter(|module| is_chosen(module)).map(weights).sum()
@@ -184,6 +184,8 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
 fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64> {
     config.blocks.iter().map(move |block| match &block.token_mixer {
         TokenMixer::Attention(attention) => {
+            // A token sees half of its block of tokens.
+            let row = attention.chunk.map_or(row, |chunk| row.min(chunk as f64));
             let seen = match attention.window {
                 Some(window) if (window as f64) < row => {
                     let window = window as f64;
@@ -198,5 +200,6 @@ fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64
             2.0 * (latent.attended_widths() * latent.attention.heads.num_heads) as f64 * row / 2.0
         }
         TokenMixer::GatedDelta(delta) => delta.heads.forward_flops(1) as f64,
+        TokenMixer::ShortConv(conv) => 2.0 * (conv.channels * conv.kernel) as f64,
     })
 }

@@ -20,7 +20,7 @@ use serde::Serialize;
 
 use super::hardware::Hardware;
 use super::step_time::{ENDS, OVERLAP};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, TokenMixer};
 
 /// Bytes of an activation or a gradient that is sent.
 const BF16: f64 = 2.0;
@@ -177,8 +177,16 @@ fn context_refusal(work: &SplitWork<'_>, size: usize) -> Option<String> {
     let row = work.row as usize;
     match () {
         () if size == 1 => None,
-        () if work.config.gated_deltas().next().is_some() => {
+        () if work.config.blocks.iter().any(|block| block.token_mixer.attention().is_none()) => {
             Some("a recurrence passes its state from part to part of a row".to_owned())
+        }
+        () if work
+            .config
+            .blocks
+            .iter()
+            .any(|block| matches!(block.token_mixer, TokenMixer::ShortConv(_))) =>
+        {
+            Some("a convolution reads the last tokens of the part before".to_owned())
         }
         () if row < LONG_ROW => {
             Some(format!("context parallelism pays from rows of {LONG_ROW} tokens, and these have {row}"))

@@ -639,8 +639,8 @@ fn recipes_listed_and_shown() {
     # Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
     # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
-    # Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors or GGUF while it
-    # is read; false: keep it packed in memory under an adapter, on the CPU.
+    # Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, HQQ, compressed-tensors or GGUF while
+    # it is read; false: keep it packed in memory under an adapter, on the CPU.
     # Accepted: true, false.
     dequantize = true
     # Tiled attention, or the plain formula as a reference.

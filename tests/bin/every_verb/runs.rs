@@ -447,7 +447,7 @@ mod signals {
     use std::time::Duration;
 
     use super::*;
-    use crate::at_work::{go_on, has_stopped, stops_at_work};
+    use crate::at_work::{MAX_STEPS, go_on, has_stopped, stops_at_work};
 
     fn start(place: &Place, args: &[&str]) -> Child {
         let mut command = place.command(args);
@@ -478,9 +478,9 @@ mod signals {
         }
     }
 
-    /// A run of 300 steps, long enough to be stopped on the way.
+    /// A run that is long enough to be stopped on the way.
     fn long<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-        let base = ["--set", "train.max_steps=300", "--set", "adapter.lora_dropout=0.1"];
+        let base = ["--set", MAX_STEPS, "--set", "adapter.lora_dropout=0.1"];
         let base = [&base[..], &["--set", "train.gradient_accumulation_steps=2"]].concat();
         let args = lora(&[&base[..], more].concat());
         args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use crate::exhaustive::each_third;
+use crate::exhaustive::{each_third, is_exhaustive};
 use crate::place::Place;
 use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
@@ -188,17 +188,18 @@ fn two_thousand_layers_are_planned_in_no_time() {
 #[test]
 fn a_million_faults_are_counted() {
     let place = Place::new();
-    let numbered = |line: &dyn Fn(usize) -> String| (0..1_000_000).map(line).collect::<String>();
+    let faults = if is_exhaustive() { 1_000_000 } else { 100_000 };
+    let numbered = |line: &dyn Fn(usize) -> String| (0..faults).map(line).collect::<String>();
     for (text, first) in [
         (format!("[train]\n{}", numbered(&|i| format!("epoch{i} = 1\n"))), "unknown key `train.epoch"),
         (numbered(&|i| format!("[trian{i}]\n")), "unknown section [trian"),
         (numbered(&|i| format!("epoch{i} = 1\n")), "is outside of any section"),
-        (format!("[train]\n{}", "epochs = 1\n".repeat(1_000_001)), "`epochs` is set twice"),
+        (format!("[train]\n{}", "epochs = 1\n".repeat(faults + 1)), "`epochs` is set twice"),
     ] {
         place.write("recipe.toml", &text);
         let refused = failed(&place, &mut train(&place, "out", &[], &["--recipe", "recipe.toml"]));
         assert!(refused.contains(first), "{refused:.1000}");
-        assert!(refused.contains("caused by: and 999980 more\n"), "{refused:.4000}");
+        assert!(refused.contains(&format!("caused by: and {} more\n", faults - 20)), "{refused:.4000}");
         assert_eq!(refused.matches("caused by: ").count(), 21, "{refused:.4000}");
     }
 }

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
+use crate::exhaustive::each_third;
 use crate::golden_run::{self, ONE_RANK, golden, metrics, number};
 use finetune::weights::ModelFiles;
 use serde_json::Value;
@@ -126,6 +127,29 @@ fn sinks_and_experts_with_biases_follow_transformers_and_peft() {
     follows("full_gpt-oss");
 }
 
+/// Attention in blocks, queries that grow without positions, experts whose inputs are weighed.
+#[test]
+fn llama4_follows_transformers_and_peft() {
+    follows("lora_llama4");
+    follows("full_llama4");
+}
+
+/// Short convolutions between gates, and experts beside them.
+#[test]
+fn short_convolutions_follow_transformers_and_peft() {
+    for family in ["lfm2", "lfm2-moe"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
+/// An activation with learned curvatures.
+#[test]
+fn xielu_follows_transformers_and_peft() {
+    follows("lora_apertus");
+    follows("full_apertus");
+}
+
 /// Latent attention, and experts that sigmoids with a bias choose in groups.
 #[test]
 fn latent_attention_follows_transformers_and_peft() {
@@ -215,7 +239,7 @@ fn qlora_in_bf16_follows_peft_on_bitsandbytes() {
 #[test]
 fn adapters_on_a_base_in_fp8_follow_peft() {
     let tiny = ["lora", "lora_qwen2", "lora_phi3", "dora", "qlora", "qdora"];
-    for name in tiny.into_iter().chain(["lora_qwen3-moe", "lora_deepseek-v3", "wide_lora"]) {
+    for name in each_third(tiny.into_iter().chain(["lora_qwen3-moe", "lora_deepseek-v3", "wide_lora"]), 2) {
         golden_run::follows_in_fp8(name, [2e-2, 1e-1], &[TWO_THREADS]);
     }
 }
@@ -242,9 +266,8 @@ fn full_in_bf16_without_masters_follows_transformers() {
 #[test]
 fn packed_products_in_bf16_follow_the_reference() {
     golden_run::follows_in_bf16("wide_lora", &[(ONE_THREAD, None), (TWO_THREADS, None)]);
-    follows_in_bf16("wide_qlora", None);
-    follows_in_bf16("wide_full", None);
-    follows_in_bf16("wide_full", Some("optimizer.master=none"));
+    let others = [("wide_qlora", None), ("wide_full", None), ("wide_full", Some("optimizer.master=none"))];
+    each_third(others, 2).into_iter().for_each(|(name, more)| follows_in_bf16(name, more));
 }
 
 fn lora_flags<'a>(output: &'a str, model: &'a str, data: &'a str, more: &[&'a str]) -> Vec<&'a str> {

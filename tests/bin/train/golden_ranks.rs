@@ -64,7 +64,18 @@ fn lora_on_other_families_follows_peft() {
 
 #[test]
 fn families_follow_transformers_and_peft() {
-    let families = ["granite", "smollm3", "olmo2", "ministral3", "qwen3-moe", "qwen3-5", "gemma4-moe"];
+    let families = [
+        "granite",
+        "smollm3",
+        "olmo2",
+        "ministral3",
+        "qwen3-moe",
+        "qwen3-5",
+        "gemma4-moe",
+        "llama4",
+        "lfm2-moe",
+        "apertus",
+    ];
     let of_family = |family| ["lora", "full"].map(|method| format!("{method}_{family}"));
     let on = |name: String| [ON_2[0], ON_2[2]].map(|split| (name.clone(), split));
     let runs = families.into_iter().flat_map(of_family).flat_map(on);

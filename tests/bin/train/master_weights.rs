@@ -139,7 +139,9 @@ fn a_resumed_run_leaves_the_dtypes_of_its_base() {
 /// no matrix of a linear layer: nothing is left of the step before.
 #[test]
 fn gradients_begin_anew_in_each_step() {
-    for model in ["tiny-llama", "tiny-qwen3-5", "tiny-gpt-oss", "tiny-gemma4-moe", "tiny-deepseek-v3"] {
+    let with_experts =
+        ["tiny-gpt-oss", "tiny-gemma4-moe", "tiny-deepseek-v3", "tiny-llama4", "tiny-lfm2-moe"];
+    for model in ["tiny-llama", "tiny-qwen3-5", "tiny-apertus"].into_iter().chain(with_experts) {
         let place = Place::with_model(model);
         let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
         place.write("rows.jsonl", rows.lines().next().unwrap());

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::at_work::{go_on, has_stopped, stops_at_work};
+use crate::at_work::{MAX_STEPS, STEPS, go_on, has_stopped, stops_at_work};
 use crate::place::{Place, copy_folder, lora};
 use finetune::checkpoint::{self, SavedCheckpoint};
 use serde_json::Value;
@@ -98,7 +98,7 @@ fn at_work(place: &Place, args: &[&str]) -> Child {
     child
 }
 
-const LONG: [&str; 4] = ["--set", "train.max_steps=200", "--set", "checkpoint.save_steps=1000"];
+const LONG: [&str; 4] = ["--set", MAX_STEPS, "--set", "checkpoint.save_steps=1000"];
 
 fn flip(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
@@ -382,7 +382,7 @@ fn a_run_at_work_is_not_joined_and_one_that_was_killed_goes_on() {
         let left = std::fs::read_to_string(place.path("out/.finetune/lock")).unwrap();
         assert!(left.contains(&child.id().to_string()), "a killed run leaves its record: {left}");
         succeed(&place, &again);
-        assert_eq!(steps(&place.path("out")), (1..=200).collect::<Vec<_>>());
+        assert_eq!(steps(&place.path("out")), (1..=STEPS as u64).collect::<Vec<_>>());
         std::fs::remove_dir_all(place.path("out")).unwrap();
     }
 }

@@ -102,11 +102,11 @@ mod stopped {
     use std::time::Duration;
 
     use super::*;
-    use crate::at_work::{go_on, has_stopped, stops_at_work};
+    use crate::at_work::{MAX_STEPS, STEPS, go_on, has_stopped, stops_at_work};
 
-    /// A run of 300 steps that has taken three.
+    /// A run that has taken three steps.
     fn begun(place: &Place) -> Child {
-        let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl"];
+        let more = ["--set", MAX_STEPS, "--eval-dataset", "rows.jsonl"];
         let mut command = place.command(&lora(&more));
         let mut child =
             stops_at_work(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -138,11 +138,11 @@ mod stopped {
             page.contains("<h2>Loss and learning rate</h2>") && page.contains("<h2>Recipe</h2>"),
             "{page}"
         );
-        let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl", "--resume"];
+        let more = ["--set", MAX_STEPS, "--eval-dataset", "rows.jsonl", "--resume"];
         said(&place, &lora(&more));
         let page = read(&place, "out/report.html");
         assert!(!page.contains("Stopped as asked"), "{page}");
-        assert!(page.contains("<dt>steps</dt><dd>300 of 300</dd>"), "{page}");
+        assert!(page.contains(&format!("<dt>steps</dt><dd>{STEPS} of {STEPS}</dd>")), "{page}");
         // The base was evaluated in the first part of the run.
         let loss = page.split("<dt>held-out loss</dt><dd>").nth(1).unwrap().split("</dd>").next().unwrap();
         assert!(loss.contains(" → "), "{loss}");

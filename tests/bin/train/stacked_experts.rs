@@ -114,7 +114,7 @@ fn trained_models_have_the_tensors_of_their_base() {
 /// Checkpoints have the stacks too.
 #[test]
 fn a_killed_run_resumes_from_stacks() {
-    for place in [models(), gpt_oss()] {
+    for place in [models(), transposed("tiny-gpt-oss")] {
         let args = ["--recipe", "run.toml", "--model", "stacked", "--dataset", "rows.jsonl"];
         let steps = ["--set", "train.max_steps=4", "--output", "out"];
         let told = place.said(&[&["verify-resume"], &args[..], &steps].concat());
@@ -122,10 +122,10 @@ fn a_killed_run_resumes_from_stacks() {
     }
 }
 
-/// A folder with the golden model of gpt-oss, whose stacks hold transposes.
-fn gpt_oss() -> Place {
+/// A folder with a golden model whose stacks hold transposes.
+fn transposed(model: &str) -> Place {
     let place = Place::new();
-    copy_folder(&golden("families/models/tiny-gpt-oss"), &place.path("stacked"));
+    copy_folder(&golden(&format!("families/models/{model}")), &place.path("stacked"));
     place.write("run.toml", &RECIPE.replace("max_seq_len = 64", "max_seq_len = 192"));
     place
 }
@@ -137,7 +137,12 @@ fn shapes(tensors: &Tensors) -> Vec<(&String, Dtype, &Vec<usize>)> {
 /// The transposes are those of the base: as bytes, as f32 and back, and under an adapter.
 #[test]
 fn transposed_stacks_are_written_as_they_were_read() {
-    let place = gpt_oss();
+    for model in ["tiny-gpt-oss", "tiny-llama4"] {
+        stacks_are_written_as_they_were_read(&transposed(model));
+    }
+}
+
+fn stacks_are_written_as_they_were_read(place: &Place) {
     let found = |folder: &str| tensors(&place.path(folder).join("model.safetensors"));
     let base = found("stacked");
     let export = |from: &str, kind: &str, output: &str| {
@@ -151,7 +156,7 @@ fn transposed_stacks_are_written_as_they_were_read() {
     for (modules, changes) in [("[\"q_proj\"]", false), ("\"all-linear\"", true)] {
         let (adapter, merged) = (format!("adapter-{changes}"), format!("merged-{changes}"));
         let target = format!("adapter.target_modules={modules}");
-        train(&place, "stacked", &adapter, &["adapter.r=2", &target]);
+        train(place, "stacked", &adapter, &["adapter.r=2", &target]);
         let args = ["merge", "--model", "stacked", "--adapter", &adapter, "--output", &merged];
         let told = place.said(&[&args[..], &["--verify-on", "rows.jsonl"]].concat());
         assert!(told.contains("verified on"), "{told}");
@@ -166,7 +171,7 @@ fn transposed_stacks_are_written_as_they_were_read() {
 /// The layers of experts over NF4, and all weights with sinks and biases of experts.
 #[test]
 fn transposed_stacks_train_over_nf4_and_whole() {
-    let place = gpt_oss();
+    let place = transposed("tiny-gpt-oss");
     let sets = ["adapter.r=2", "adapter.target_modules=\"all-linear\"", "quantization.kind=nf4"];
     train(&place, "stacked", "qlora", &sets);
     place.said(&["quantize", "--model", "stacked", "--kind", "nf4", "--output", "nf4"]);

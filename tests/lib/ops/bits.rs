@@ -7,7 +7,7 @@ use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
+use finetune::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
@@ -28,6 +28,7 @@ use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use finetune::ops::stochastic_rounding::StochasticRounding;
+use finetune::ops::xielu::{xielu, xielu_backward};
 use finetune::ops::{Addend, ColumnViewMut, Transpose, matmul};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
@@ -142,6 +143,12 @@ fn elementwise(dtype: DType, results: &mut Results) {
         results.insert(names[0], bits(&activate(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
+    let curve = Tensor::new(&[0.8f32, 1.3, 0.5, -1e-6], &Device::Cpu).unwrap();
+    let (dh, dcurve) = (TensorMut::new(cast("dh", (200, 96), dtype)), zeros(2));
+    results.insert("xielu backward", bits(&xielu_backward(&x, &dh, &curve, Some(&dcurve)).unwrap()));
+    results.insert("xielu", bits(&xielu(&x, &curve).unwrap()));
+    assert_eq!(bits(&dh), results["xielu"]);
+    results.insert("xielu dcurve", bits(&dcurve));
     let router = Router::softmax(2, false);
     let logits = x.narrow(1, 0, 24).unwrap().contiguous().unwrap();
     let choice = choose_experts(&logits, None, router).unwrap();
@@ -223,7 +230,7 @@ fn gated_delta_net_from(dtype: DType, first: usize, lengths: &[usize]) -> BTreeM
     let (a_log, dt_bias, norm) = (normal("a_log", 6), normal("dt_bias", 6), normal("norm", 32));
     let (dlog, dbias, dnorm) = (zeros(6), zeros(6), zeros(32));
 
-    let qkv = causal_conv(column(0, width), &w, &spans, None).unwrap();
+    let qkv = causal_conv(column(0, width), ConvWeight::silu(&w), &spans, None).unwrap();
     let (a, b) = (column(width + values, 6), column(width + values + 6, 6));
     let inputs = DeltaInputs { qkv: &qkv, a, b, a_log: &a_log, dt_bias: &dt_bias };
     let output = gated_delta(inputs, heads, &spans, None).unwrap();
@@ -236,7 +243,8 @@ fn gated_delta_net_from(dtype: DType, first: usize, lengths: &[usize]) -> BTreeM
     let grads = DeltaParamGrads { a_log: Some(&dlog), dt_bias: Some(&dbias) };
     let (da, db) = (to(width + values, 6), to(width + values + 6, 6));
     let dqkv = gated_delta_backward(inputs, &output, &dout, heads, &spans, grads, da, db).unwrap();
-    causal_conv_backward(column(0, width), &w, &dqkv, &spans, Some(&dw), to(0, width)).unwrap();
+    causal_conv_backward(column(0, width), ConvWeight::silu(&w), &dqkv, &spans, Some(&dw), to(0, width))
+        .unwrap();
     BTreeMap::from([
         ("causal_conv", qkv),
         ("gated_delta", output.out),

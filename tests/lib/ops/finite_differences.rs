@@ -8,7 +8,7 @@ use finetune::ops::attention::{
     AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use finetune::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use finetune::ops::causal_conv::{causal_conv, causal_conv_backward};
+use finetune::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
     score_targets,
@@ -25,6 +25,7 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
+use finetune::ops::xielu::{xielu, xielu_backward};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
 
@@ -163,6 +164,31 @@ fn activated_f64(x: &[f64], activation: PlainActivation) -> Vec<f64> {
 }
 
 #[test]
+fn of_xielus() {
+    let curve = Tensor::new(&[0.8f32, 1.3, 0.5, -1e-6], &Device::Cpu).unwrap();
+    let act = |x: f64, c: &[f64]| {
+        let curved = if x > 0.0 { c[0] * x * x } else { c[1] * (x.min(c[3]).exp_m1() - x) };
+        curved + c[2] * x
+    };
+    for spread in [0.05, 2.0] {
+        let (x, dh) = ((normal("x", (3, 18)) * spread).unwrap(), normal("dh", (3, 18)));
+        let (x64, dh64, curve64) = (values(&x), values(&dh), values(&curve));
+        let h: Vec<f64> = x64.iter().map(|x| act(*x, &curve64)).collect();
+        close("h", &xielu(&x, &curve).unwrap(), &h);
+        let dcurve = zeros(2);
+        let dx = xielu_backward(&x, &TensorMut::new(dh), &curve, Some(&dcurve)).unwrap();
+        // Each result depends on one value.
+        let of = |(x, dh): (&f64, &f64)| differences(&[*x], |x| dh * act(x[0], &curve64))[0];
+        close("dx", &dx, &x64.iter().zip(&dh64).map(of).collect::<Vec<_>>());
+        let sum = |c: &[f64]| {
+            let all = [c, &curve64[2..]].concat();
+            x64.iter().zip(&dh64).map(|(x, dh)| dh * act(*x, &all)).sum::<f64>()
+        };
+        close("dcurve", &dcurve, &differences(&curve64[..2], sum));
+    }
+}
+
+#[test]
 fn of_activations() {
     for activation in [PlainActivation::Relu2, PlainActivation::Gelu, PlainActivation::GeluTanh] {
         let (x, dh) = ((normal("x", (3, 18)) * 2.0).unwrap(), normal("dh", (3, 18)));
@@ -194,7 +220,7 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
         order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         let sum_of = |ids: &[usize]| ids.iter().map(|id| score(logits[*id])).sum::<f64>();
         let sum = match router.scores {
-            _ if router.renormalize => sum_of(&order[..k]),
+            _ if router.renormalize => sum_of(&order[..k]) + f64::from(router.sum_offset),
             RouterScores::Softmax => sum_of(&order),
             RouterScores::Sigmoid => 1.0,
         };
@@ -208,7 +234,8 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
 
 #[test]
 fn of_experts() {
-    let sigmoid = Router { scores: RouterScores::Sigmoid, factor: 2.5, ..Router::softmax(3, true) };
+    let sigmoid =
+        Router { scores: RouterScores::Sigmoid, factor: 2.5, sum_offset: 0.25, ..Router::softmax(3, true) };
     let plain = Router { renormalize: false, ..sigmoid };
     for router in [Router::softmax(3, false), Router::softmax(3, true), sigmoid, plain] {
         let (tokens, experts) = (5, 7);
@@ -261,7 +288,7 @@ fn silu_f64(x: f64) -> f64 {
 }
 
 /// Convolves the rows of both spans.
-fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize)) -> Vec<f64> {
+fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize), has_silu: bool) -> Vec<f64> {
     let mut y = vec![0.0; x.len()];
     for span in TWO_SPANS {
         for (n, c) in
@@ -269,7 +296,7 @@ fn conv_f64(x: &[f64], w: &[f64], (channels, taps): (usize, usize)) -> Vec<f64> 
         {
             let terms = (0..taps).filter(|back| n >= span.q_start + back);
             let sum = terms.map(|back| x[(n - back) * channels + c] * w[c * taps + taps - 1 - back]).sum();
-            y[n * channels + c] = silu_f64(sum);
+            y[n * channels + c] = if has_silu { silu_f64(sum) } else { sum };
         }
     }
     y
@@ -281,11 +308,14 @@ fn of_causal_convolutions() {
     let (x, w, dy) = (normal("x", (8, 6)), normal("w", shape), normal("dy", (8, 6)));
     let (x64, w64, dy64) = (values(&x), values(&w), values(&dy));
     let view = ColumnView::all(&x);
-    close("y", &causal_conv(view, &w, &TWO_SPANS, None).unwrap(), &conv_f64(&x64, &w64, shape));
-    let (dx, dw) = (zeros((8, 6)), zeros(shape));
-    causal_conv_backward(view, &w, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
-    close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64, shape), &dy64)));
-    close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w, shape), &dy64)));
+    for conv in [ConvWeight::silu(&w), ConvWeight::plain(&w)] {
+        let conv_f64 = |x: &[f64], w: &[f64]| conv_f64(x, w, shape, conv.has_silu);
+        close("y", &causal_conv(view, conv, &TWO_SPANS, None).unwrap(), &conv_f64(&x64, &w64));
+        let (dx, dw) = (zeros((8, 6)), zeros(shape));
+        causal_conv_backward(view, conv, &dy, &TWO_SPANS, Some(&dw), ColumnViewMut::all(&dx)).unwrap();
+        close("dx", &dx, &differences(&x64, |x| dot(&conv_f64(x, &w64), &dy64)));
+        close("dw", &dw, &differences(&w64, |w| dot(&conv_f64(&x64, w), &dy64)));
+    }
 }
 
 #[test]

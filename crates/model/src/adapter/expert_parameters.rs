@@ -8,8 +8,10 @@
 //! ΔW_e = scale · B_e A_e      A: [E r, in], rows e r to (e + 1) r;  B: [out, r E], columns e, E + e, ...
 //! ```
 //!
-//! (peft 0.21 `ParamWrapper`.) Such a file is read as one adapter for each module of each expert.
-//! Gate and up then have A of their own, with the same values.
+//! (peft 0.21 `ParamWrapper`.) Llama 4 stores `[E, D, 2F]` and `[E, F, D]`, but PEFT takes them for
+//! the above, so that `ΔW_e` is the transpose: its A has the width of outputs. Such a file is read
+//! as one adapter for each module of each expert. Gate and up then have A of their own, with the
+//! same values.
 
 use std::collections::BTreeMap;
 
@@ -18,6 +20,10 @@ use super::tensors::{PREFIX, WEIGHTS_FILE, without_adapter};
 use super::{AdapterConfig, CONFIG_FILE, ModulePattern, NamePattern, Target, TensorKind, target_names};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{ModelFiles, NameRules, TensorInfo};
+
+/// The end of the names of Llama 4's experts, whose tensors PEFT takes for their transposes. Other
+/// classes with this name have no layer with gate and up.
+const TRANSPOSED: &str = "feed_forward.experts";
 
 /// The end of the name of a wrapped module of experts.
 const WRAPPED: &str = ".base_layer";
@@ -198,6 +204,12 @@ impl<'m> ExpertModules<'m> {
         ExpertModules(all)
     }
 
+    /// Returns whether PEFT takes the tensors of the `experts` of `layer` for their transposes.
+    fn is_transposed(&self, experts: &str, layer: &str) -> bool {
+        let has_one_gate_up = |leaves: &BTreeMap<&str, &Module>| leaves.contains_key(PARAMETERS[0]);
+        experts.ends_with(TRANSPOSED) && self.0.get(&(layer, 0)).is_some_and(has_one_gate_up)
+    }
+
     /// Returns the adapters of all experts of `lora`.
     ///
     /// # Errors
@@ -207,6 +219,7 @@ impl<'m> ExpertModules<'m> {
         let (experts, parameter) = name.rsplit_once('.').unwrap_or_default();
         let layer = layer_of(experts.strip_suffix(".experts").unwrap_or(experts));
         let count = self.0.keys().filter(|(of, _)| *of == layer).count();
+        let is_transposed = self.is_transposed(experts, layer);
         let r = lora.target.r;
         let [(a_name, a), (b_name, b)] = &lora.halves;
         let fits = |info: &TensorInfo, at: usize| info.shape.len() == 2 && info.shape[at] == r * count;
@@ -229,15 +242,20 @@ impl<'m> ExpertModules<'m> {
             let modules = leaves
                 .ok_or_else(|| format!("it has tensors for `{name}`, which the model does not have"))?;
             let rows: usize = modules.iter().map(|module| module.out_features()).sum();
-            if rows != b.shape[0] {
-                let found = &b.shape;
+            let (tensor, found, at) = if is_transposed { (a_name, a, 1) } else { (b_name, b, 0) };
+            if rows != found.shape[at] {
+                let found = &found.shape;
                 return Err(format!(
-                    "`{b_name}` has shape {found:?}, the weights of an expert have {rows} rows"
+                    "`{tensor}` has shape {found:?}, the weights of an expert have {rows} rows"
                 ));
             }
             let mut start = 0;
             for module in modules {
-                all.push(part_of(lora, module, (expert, count), start));
+                all.push(if is_transposed {
+                    transposed_part_of(lora, module, (expert, count))
+                } else {
+                    part_of(lora, module, (expert, count), start)
+                });
                 start += module.out_features();
             }
         }
@@ -258,6 +276,25 @@ fn layer_of(name: &str) -> &str {
 fn modules_of<'m>(leaves: &BTreeMap<&str, &'m Module>, parameter: &str) -> Option<Vec<&'m Module>> {
     let (_, forms) = LEAVES.iter().find(|(of, _)| *of == parameter)?;
     forms.iter().find_map(|form| form.iter().map(|leaf| leaves.get(leaf).copied()).collect())
+}
+
+/// Returns the adapter of `module`, the weights of expert `expert` of `count`, whose transpose PEFT
+/// adapts: `ΔWᵀ = B A` has A of the module's outputs and B of its inputs.
+fn transposed_part_of(lora: &ParameterLora, module: &Module, (expert, count): (usize, usize)) -> ExpertLora {
+    let ParameterLora { target, halves: [(a_name, a), (b_name, b)] } = lora;
+    let (r, outputs) = (target.r, a.shape[1]);
+    let part = |(name, info): (&String, &TensorInfo),
+                shape: [usize; 2],
+                first,
+                [row_step, column_step]: [usize; 2]| {
+        let mut info = info.clone();
+        info.shape = shape.into();
+        ExpertPart { name: name.clone(), info, first, row_step, column_step }
+    };
+    let own_a = part((b_name, b), [r, b.shape[0]], expert, [count, r * count]);
+    let own_b = part((a_name, a), [module.out_features(), r], expert * r * outputs, [1, outputs]);
+    let target = Target { name: module.name.clone(), kind: ModuleKind::Linear, ..target.clone() };
+    ExpertLora { target, parts: [(TensorKind::LoraA, own_a), (TensorKind::LoraB, own_b)] }
 }
 
 /// Returns the adapter of `module`, the rows from `start` on of expert `expert` of `count`.

@@ -5,12 +5,14 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedDeltaWeights,
-    GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights,
-    SharedExpertWeights, TokenMixerWeights,
+    ActivationWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
+    GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights,
+    PlainMlpWeights, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
 };
-use super::block_part::{BlockPart, LinearGroup};
-use super::composition::{ChannelMixer, Experts, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer};
+use super::block_part::{BlockPart, LinearGroup, XIELU};
+use super::composition::{
+    ChannelMixer, Experts, MlpActivation, MlpAndExperts, ResidualPlan, SharedExpert, TokenMixer,
+};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
@@ -166,6 +168,12 @@ fn token_mixer(
     let param = |part: BlockPart| {
         optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
     };
+    // The weights of a convolution, `[channels, taps]` instead of `[channels, 1, taps]`.
+    let conv = |part: BlockPart, shape: (usize, usize)| -> Result<Param> {
+        let Param { value, grad } = param(part)?;
+        let grad = grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
+        Ok(Param { value: value.reshape(shape)?, grad })
+    };
     Ok(match mixer {
         TokenMixer::Attention(mixer) => {
             let qk_norm = optional(BlockPart::QNorm)?.zip(optional(BlockPart::KNorm)?);
@@ -184,20 +192,21 @@ fn token_mixer(
                 kv_up: up(BlockPart::LatentKvNorm, LinearGroup::KvUp)?,
             }))
         }
-        TokenMixer::GatedDelta(mixer) => {
-            let conv = param(BlockPart::DeltaConv)?;
-            let shape = (mixer.heads.conv_width(), mixer.conv_kernel);
-            let grad = conv.grad.map(|grad| grad.reshape(shape)).transpose()?.map(TensorMut::new);
-            TokenMixerWeights::GatedDelta(GatedDeltaWeights {
-                mixer,
-                input: qkv,
-                conv: Param { value: conv.value.reshape(shape)?, grad },
-                rate: param(BlockPart::DeltaRate)?,
-                step: param(BlockPart::DeltaStep)?,
-                norm: param(BlockPart::DeltaNorm)?,
-                out: o,
-            })
-        }
+        TokenMixer::ShortConv(mixer) => TokenMixerWeights::ShortConv(ShortConvWeights {
+            mixer,
+            input: qkv,
+            conv: conv(BlockPart::ConvTaps, (mixer.channels, mixer.kernel))?,
+            out: o,
+        }),
+        TokenMixer::GatedDelta(mixer) => TokenMixerWeights::GatedDelta(GatedDeltaWeights {
+            mixer,
+            input: qkv,
+            conv: conv(BlockPart::DeltaConv, (mixer.heads.conv_width(), mixer.conv_kernel))?,
+            rate: param(BlockPart::DeltaRate)?,
+            step: param(BlockPart::DeltaStep)?,
+            norm: param(BlockPart::DeltaNorm)?,
+            out: o,
+        }),
     })
 }
 
@@ -219,6 +228,19 @@ fn channel_mixer(
             mixer,
             up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
+            activation: match mixer.activation {
+                MlpActivation::Fixed(activation) => ActivationWeights::Fixed(activation),
+                MlpActivation::Xielu => {
+                    let [positive, negative, beta, eps] = XIELU.map(|part| -> Result<Param> {
+                        optional(part)?.ok_or_else(|| Error::internal(format!("no parameter for {part:?}")))
+                    });
+                    ActivationWeights::Xielu(XieluWeights {
+                        alphas: [positive?, negative?],
+                        beta: beta?.value,
+                        eps: eps?.value,
+                    })
+                }
+            },
         }),
         ChannelMixer::Experts(mixer) => {
             ChannelMixerWeights::Experts(Box::new(experts(mixer, linears, optional)?))

@@ -23,7 +23,9 @@ mod latent;
 mod mlp_and_experts;
 mod plain_mlp;
 mod shared_expert;
+mod short_conv;
 mod token_mixer;
+mod xielu;
 
 pub use attention::{AttentionWeights, KeyValueCache};
 pub use channel_mixer::ChannelMixerWeights;
@@ -32,9 +34,11 @@ pub use gated_delta::{DeltaState, GatedDeltaWeights};
 pub use gated_mlp::GatedMlpWeights;
 pub use latent::{LatentUp, LatentWeights};
 pub use mlp_and_experts::MlpAndExpertsWeights;
-pub use plain_mlp::PlainMlpWeights;
+pub use plain_mlp::{ActivationWeights, PlainMlpWeights};
 pub use shared_expert::SharedExpertWeights;
+pub use short_conv::{ConvState, ShortConvWeights};
 pub use token_mixer::{BlockCache, TokenMixerWeights};
+pub use xielu::XieluWeights;
 
 use candle_core::{DType, Tensor};
 

@@ -30,7 +30,7 @@ pub enum BlockPart {
     ExpertGate(u16),
     /// The projection of an expert to the factor of the activated gate.
     ExpertUp(u16),
-    /// One projection of an expert to gate and up, whose rows alternate (gpt-oss).
+    /// One projection of an expert to gate and up (gpt-oss, Llama 4).
     ExpertGateUp(u16),
     /// The projection of an expert back to the width of the model.
     ExpertDown(u16),
@@ -68,6 +68,12 @@ pub enum BlockPart {
     DeltaStep,
     /// The gated norm of each head's output.
     DeltaNorm,
+    /// The projection to the gates and the input of a short convolution.
+    ConvIn,
+    /// The weights of a short convolution.
+    ConvTaps,
+    /// The output projection of a short convolution.
+    ConvOut,
     /// Latent attention's projection to the latent of queries.
     LatentQ,
     /// Latent attention's projection to the latent of keys and values, and to the rotated part of
@@ -111,12 +117,24 @@ pub enum BlockPart {
     ExpertFactors,
     /// The stored number that multiplies the block's output.
     OutputFactor,
+    /// The number whose softplus is the curvature of xIELU above 0.
+    XieluPositive,
+    /// The number whose softplus, plus the slope at 0, is its curvature below 0.
+    XieluNegative,
+    /// Its slope at 0.
+    XieluBeta,
+    /// The bound of its exponent.
+    XieluEps,
 }
+
+/// The parameters of xIELU: both curvatures, the slope at 0, and the bound of the exponent.
+pub(super) const XIELU: [BlockPart; 4] =
+    [BlockPart::XieluPositive, BlockPart::XieluNegative, BlockPart::XieluBeta, BlockPart::XieluEps];
 
 /// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearGroup {
-    /// Queries, keys and values; all first projections of latent attention and of Gated DeltaNet.
+    /// Queries, keys and values; all first projections of another token mixer.
     Qkv,
     /// Latent attention's queries from their latent.
     QUp,
@@ -165,11 +183,17 @@ impl BlockPart {
         self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
-    /// Returns true for a parameter of a recurrence or a router that is no norm and no matrix of a
-    /// linear layer.
+    /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and
+    /// no matrix of a linear layer.
     pub fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
-        router || matches!(self, BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep)
+        let curvature = matches!(self, BlockPart::XieluPositive | BlockPart::XieluNegative);
+        router
+            || curvature
+            || matches!(
+                self,
+                BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::ConvTaps
+            )
     }
 
     /// Returns true for the biases of all experts, which are one parameter.
@@ -184,7 +208,8 @@ impl BlockPart {
 
     /// Returns true for values that no optimizer updates.
     pub fn is_buffer(self) -> bool {
-        matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
+        let scalar = matches!(self, BlockPart::XieluBeta | BlockPart::XieluEps);
+        scalar || matches!(self, BlockPart::RouterBias | BlockPart::OutputFactor)
     }
 
     /// Returns the name of its parameter, given the name of its module: `…q_proj.weight`. Some
@@ -196,6 +221,10 @@ impl BlockPart {
             | BlockPart::RouterBias
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
+            | BlockPart::XieluPositive
+            | BlockPart::XieluNegative
+            | BlockPart::XieluBeta
+            | BlockPart::XieluEps
             | BlockPart::OutputFactor => module.to_owned(),
             BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias | BlockPart::Sinks => module.to_owned(),
             _ => format!("{module}.weight"),
@@ -220,11 +249,12 @@ impl BlockPart {
             | BlockPart::DeltaA
             | BlockPart::DeltaQkvz
             | BlockPart::DeltaBa
+            | BlockPart::ConvIn
             | BlockPart::LatentQ
             | BlockPart::LatentKv => Some(LinearGroup::Qkv),
             BlockPart::LatentQUp => Some(LinearGroup::QUp),
             BlockPart::LatentKvUp => Some(LinearGroup::KvUp),
-            BlockPart::OProj | BlockPart::DeltaOut => Some(LinearGroup::O),
+            BlockPart::OProj | BlockPart::DeltaOut | BlockPart::ConvOut => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
             BlockPart::Router => Some(LinearGroup::Router),
@@ -243,6 +273,7 @@ impl BlockPart {
             | BlockPart::DeltaRate
             | BlockPart::DeltaStep
             | BlockPart::DeltaNorm
+            | BlockPart::ConvTaps
             | BlockPart::LatentQNorm
             | BlockPart::LatentKvNorm
             | BlockPart::QNorm
@@ -258,6 +289,10 @@ impl BlockPart {
             | BlockPart::ExpertsOutNorm
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
+            | BlockPart::XieluPositive
+            | BlockPart::XieluNegative
+            | BlockPart::XieluBeta
+            | BlockPart::XieluEps
             | BlockPart::OutputFactor => None,
         }
     }

@@ -34,6 +34,8 @@ pub enum TokenMixer {
     Latent(LatentMixer),
     /// A recurrence with a state of fixed size.
     GatedDelta(DeltaMixer),
+    /// A convolution over a few tokens between two gates.
+    ShortConv(ShortConvMixer),
 }
 
 impl TokenMixer {
@@ -42,7 +44,7 @@ impl TokenMixer {
         match self {
             TokenMixer::Attention(attention) => Some(attention),
             TokenMixer::Latent(latent) => Some(&latent.attention),
-            TokenMixer::GatedDelta(_) => None,
+            TokenMixer::GatedDelta(_) | TokenMixer::ShortConv(_) => None,
         }
     }
 
@@ -62,6 +64,7 @@ impl TokenMixer {
                 q + mixer.kv_rank + mixer.rotated
             }
             TokenMixer::GatedDelta(mixer) => mixer.input_width(),
+            TokenMixer::ShortConv(mixer) => mixer.input_width(),
         }
     }
 
@@ -71,6 +74,7 @@ impl TokenMixer {
             TokenMixer::Attention(mixer) => mixer.heads.q_width(),
             TokenMixer::Latent(mixer) => mixer.attention.heads.num_heads * mixer.value,
             TokenMixer::GatedDelta(mixer) => mixer.heads.value_width(),
+            TokenMixer::ShortConv(mixer) => mixer.channels,
         }
     }
 }
@@ -115,7 +119,10 @@ impl ChannelMixer {
     pub(super) fn activation(&self) -> String {
         match self {
             ChannelMixer::GatedMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
-            ChannelMixer::PlainMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+            ChannelMixer::PlainMlp(PlainMlp { activation: MlpActivation::Xielu, .. }) => "xielu".to_owned(),
+            ChannelMixer::PlainMlp(PlainMlp { activation: MlpActivation::Fixed(activation), .. }) => {
+                format!("{activation:?}").to_lowercase()
+            }
             ChannelMixer::Experts(experts) | ChannelMixer::MlpAndExperts(MlpAndExperts { experts, .. }) => {
                 format!("{:?}", experts.activation).to_lowercase()
             }
@@ -189,6 +196,9 @@ pub struct AttentionMixer {
     /// The window: a token sees itself and the `window − 1` tokens before it. `None`: all before
     /// it.
     pub window: Option<usize>,
+    /// The length of blocks of tokens: a token sees those of its own block alone, up to itself
+    /// (Llama 4). `None`: one block.
+    pub chunk: Option<usize>,
     /// Index into [`ModelConfig::ropes`](super::ModelConfig).
     pub rope: usize,
     /// Factor on attention scores.
@@ -232,6 +242,22 @@ impl DeltaMixer {
     }
 }
 
+/// A depthwise convolution over the last tokens, whose input and output gates multiply (LFM2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShortConvMixer {
+    /// The number of channels: the width of the hidden states.
+    pub channels: usize,
+    /// The number of tokens that an output reads.
+    pub kernel: usize,
+}
+
+impl ShortConvMixer {
+    /// Returns the width of its first projection: two gates and the input.
+    pub fn input_width(&self) -> usize {
+        3 * self.channels
+    }
+}
+
 /// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A head's query and key have `plain`
 /// columns and `rotated` ones; the rotated key is the same for all heads.
 ///
@@ -268,6 +294,8 @@ pub enum QkNormWidth {
     Head,
     /// Each head, after its rotation (Hunyuan).
     HeadAfterRope,
+    /// Each head, after its rotation, by a norm without a weight (Llama 4).
+    PlainHeadAfterRope,
     /// All heads together (OLMo 2).
     Whole,
 }
@@ -311,11 +339,20 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
+/// The activation of an MLP without a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MlpActivation {
+    /// One without parameters.
+    Fixed(PlainActivation),
+    /// xIELU, whose two curvatures each block learns (Apertus).
+    Xielu,
+}
+
 /// An MLP without a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlainMlp {
     /// The activation of the first projection's output.
-    pub activation: PlainActivation,
+    pub activation: MlpActivation,
     /// True if up and down have biases.
     pub bias: bool,
 }
@@ -337,8 +374,13 @@ pub struct Experts {
     pub layer_biases: bool,
     /// The inner width of each expert.
     pub width: usize,
-    /// The activation of the gates. With [`Activation::ClampedSilu`] gate and up are one layer.
+    /// The activation of the gates.
     pub activation: Activation,
+    /// True if gate and up of an expert are one layer (gpt-oss, Llama 4). Its rows alternate with
+    /// [`Activation::ClampedSilu`]; otherwise gate comes first.
+    pub has_one_gate_up: bool,
+    /// True if the weights multiply the experts' inputs instead of their outputs (Llama 4).
+    pub weighs_inputs: bool,
     /// The coefficient of the loss that balances their load, in config.json.
     pub aux_coefficient: f64,
     /// The expert of every token, beside the chosen ones.
@@ -373,6 +415,12 @@ impl From<AttentionMixer> for TokenMixer {
 impl From<LatentMixer> for TokenMixer {
     fn from(mixer: LatentMixer) -> Self {
         TokenMixer::Latent(mixer)
+    }
+}
+
+impl From<ShortConvMixer> for TokenMixer {
+    fn from(mixer: ShortConvMixer) -> Self {
+        TokenMixer::ShortConv(mixer)
     }
 }
 

@@ -80,7 +80,7 @@ impl ModelConfig {
     /// Returns the Gated DeltaNet of each block that has it, in the order of the blocks.
     pub fn gated_deltas(&self) -> impl Iterator<Item = &DeltaMixer> {
         self.blocks.iter().filter_map(|block| match &block.token_mixer {
-            TokenMixer::Attention(_) | TokenMixer::Latent(_) => None,
+            TokenMixer::Attention(_) | TokenMixer::Latent(_) | TokenMixer::ShortConv(_) => None,
             TokenMixer::GatedDelta(delta) => Some(delta),
         })
     }

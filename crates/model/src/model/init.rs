@@ -31,6 +31,11 @@ pub fn initial_value(
             | BlockPart::RouterScale
             | BlockPart::ExpertFactors
             | BlockPart::OutputFactor => return vec![1.0; len],
+            // transformers: curvatures of 0.8.
+            BlockPart::XieluPositive => return vec![0.8f32.exp_m1().ln(); len],
+            BlockPart::XieluNegative => return vec![0.3f32.exp_m1().ln(); len],
+            BlockPart::XieluBeta => return vec![0.5; len],
+            BlockPart::XieluEps => return vec![-1e-6; len],
             _ => {}
         }
     }

@@ -8,12 +8,11 @@
 use std::sync::Arc;
 
 use super::ModelConfig;
-use super::block_part::BlockPart;
+use super::block_part::{BlockPart, XIELU};
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpAndExperts, PlainMlp,
-    QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
+    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation, MlpAndExperts,
+    PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
 };
-use crate::ops::glu::Activation;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts};
 
 /// The module of the last norm, in every family.
@@ -31,6 +30,8 @@ pub enum WeightShape {
     },
     /// A norm's gain, or one value per head.
     Gain(usize),
+    /// A single number.
+    Scalar,
     /// The weights of a depthwise convolution.
     Conv {
         /// The number of channels.
@@ -41,12 +42,13 @@ pub enum WeightShape {
 }
 
 impl WeightShape {
-    /// Returns the shape in the checkpoint: `[out, in]`, `[n]` for a gain, `[channels, 1, width]`
-    /// for a convolution.
+    /// Returns the shape in the checkpoint: `[out, in]`, `[n]` for a gain, `[]` for a number,
+    /// `[channels, 1, width]` for a convolution.
     pub fn dims(self) -> Vec<usize> {
         match self {
             WeightShape::Matrix { out, inputs } => vec![out, inputs],
             WeightShape::Gain(len) => vec![len],
+            WeightShape::Scalar => Vec::new(),
             WeightShape::Conv { channels, width } => vec![channels, 1, width],
         }
     }
@@ -56,6 +58,7 @@ impl WeightShape {
         match self {
             WeightShape::Matrix { out, .. } => out,
             WeightShape::Gain(len) => len,
+            WeightShape::Scalar => 1,
             WeightShape::Conv { channels, .. } => channels,
         }
     }
@@ -122,10 +125,11 @@ impl LayoutTable<'_> {
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
         let of_heads = |width: QkNormWidth| match width {
-            QkNormWidth::Head | QkNormWidth::HeadAfterRope => [heads.head_dim; 2],
-            QkNormWidth::Whole => [q, kv],
+            QkNormWidth::Head | QkNormWidth::HeadAfterRope => Some([heads.head_dim; 2]),
+            QkNormWidth::Whole => Some([q, kv]),
+            QkNormWidth::PlainHeadAfterRope => None,
         };
-        if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
+        if let Some([q, k]) = mixer.qk_norm.and_then(of_heads) {
             rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
         rows.extend(mixer.has_sinks.then(|| self.norm(P::Sinks, heads.num_heads, false)));
@@ -169,6 +173,15 @@ impl LayoutTable<'_> {
         rows
     }
 
+    fn short_conv(&self, mixer: &ShortConvMixer) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, channels) = (self.0.hidden_size, mixer.channels);
+        let weights = WeightShape::Conv { channels, width: mixer.kernel };
+        let taps = BlockModule { weight: weights, ..self.norm(P::ConvTaps, 0, false) };
+        let input = self.linear(P::ConvIn, (mixer.input_width(), d), false);
+        vec![input, self.linear(P::ConvOut, (d, channels), false), taps]
+    }
+
     fn gated_mlp(&self, mixer: &GatedMlp) -> Vec<BlockModule> {
         use BlockPart as P;
         let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
@@ -184,14 +197,21 @@ impl LayoutTable<'_> {
     fn plain_mlp(&self, mixer: &PlainMlp) -> Vec<BlockModule> {
         let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
         let layers = [(BlockPart::UpProj, (f, d)), (BlockPart::DownProj, (d, f))];
-        layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into()
+        let mut rows: Vec<_> = layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into();
+        if mixer.activation == MlpActivation::Xielu {
+            let shape =
+                |part: BlockPart| if part.is_buffer() { WeightShape::Scalar } else { WeightShape::Gain(1) };
+            let number = |part| BlockModule { weight: shape(part), ..self.norm(part, 1, false) };
+            rows.extend(XIELU.map(number));
+        }
+        rows
     }
 
     fn experts(&self, mixer: &Experts) -> Vec<BlockModule> {
         use BlockPart as P;
         let (d, f) = (self.0.hidden_size, mixer.width);
         let of_expert = |e: u16| {
-            let inputs = if mixer.activation == Activation::ClampedSilu {
+            let inputs = if mixer.has_one_gate_up {
                 vec![self.linear(P::ExpertGateUp(e), (2 * f, d), false)]
             } else {
                 [P::ExpertGate(e), P::ExpertUp(e)].map(|part| self.linear(part, (f, d), false)).into()
@@ -269,6 +289,7 @@ impl BlockLayout {
             TokenMixer::Attention(mixer) => table.attention(mixer),
             TokenMixer::Latent(mixer) => table.latent(mixer),
             TokenMixer::GatedDelta(mixer) => table.gated_delta(mixer),
+            TokenMixer::ShortConv(mixer) => table.short_conv(mixer),
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),

@@ -36,15 +36,17 @@ mod stored;
 
 pub use assemble::ParamLookup;
 pub use block::{
-    AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights, DeltaState,
-    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights,
-    KeyValueCache, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PlainMlpWeights, SavedBytes,
-    SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
+    ActivationWeights, AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights,
+    ChannelMixerWeights, ConvState, DeltaState, DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights,
+    GatedDeltaWeights, GatedMlpWeights, KeyValueCache, LatentUp, LatentWeights, MixerNorms,
+    MlpAndExpertsWeights, PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights,
+    TokenMixerWeights, XieluWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
-    LatentMixer, MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer, Values,
+    LatentMixer, MlpActivation, MlpAndExperts, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert,
+    ShortConvMixer, TokenMixer, Values,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

@@ -54,18 +54,20 @@ pub struct Rope {
     pub(super) settings: String,
 }
 
-/// A factor on the query at `position`: `1 + beta · ln(1 + ⌊position / original⌋)` (transformers
-/// 5.24, `get_llama_4_attn_scale`).
+/// A factor on the query at `position`: `1 + beta · ln(1 + ⌊(position + first) / original⌋)`
+/// (transformers 5.24, `get_llama_4_attn_scale` and `Llama4TextAttention`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct QueryGrowth {
     pub(crate) beta: f64,
     /// The number of positions without growth.
     pub(crate) original: usize,
+    /// The number of the first position.
+    pub(crate) first: usize,
 }
 
 impl QueryGrowth {
     fn factor(self, position: usize) -> f32 {
-        (1.0 + self.beta * (1.0 + (position / self.original) as f64).ln()) as f32
+        (1.0 + self.beta * (1.0 + ((position + self.first) / self.original) as f64).ln()) as f32
     }
 }
 
@@ -167,6 +169,13 @@ impl Rope {
         }
     }
 
+    /// Sets the growth of queries by `beta` at each `every` positions, the first of which is number
+    /// 1 (Llama 4).
+    pub(super) fn with_growth_from_one(self, beta: f64, every: usize) -> Self {
+        let settings = format!("{}, queries grow by {beta:?} at each {every}", self.settings);
+        Rope { query_growth: Some(QueryGrowth { beta, original: every, first: 1 }), settings, ..self }
+    }
+
     /// Returns whether it turns any columns.
     pub(crate) fn has_positions(&self) -> bool {
         self.inv_freq.iter().any(|frequency| *frequency != 0.0)
@@ -181,7 +190,7 @@ impl Rope {
         }
         if beta > 0.0 {
             let original = needed(s, "original_max_position_embeddings")? as usize;
-            self.query_growth = Some(QueryGrowth { beta, original: original.max(1) });
+            self.query_growth = Some(QueryGrowth { beta, original: original.max(1), first: 0 });
         }
         Ok(self)
     }

@@ -9,10 +9,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::{AttentionMixer, Experts, LatentMixer, TokenMixer, Values};
+use super::composition::{AttentionMixer, Experts, LatentMixer, QkNormWidth, TokenMixer, Values};
 use super::config::ModelConfig;
 use crate::ops::attention::Heads;
-use crate::ops::experts::{Router, RouterScores};
+use crate::ops::experts::{Router, RouterScores, SUM_OFFSET};
 use crate::ops::gated_delta::DeltaHeads;
 
 /// Maximum length of a value in bytes; a longer one becomes its start and a digest.
@@ -49,19 +49,7 @@ impl ModelConfig {
         // Texts of these families only: those of others are stored without them.
         let residual: Vec<String> =
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
-        let of_experts = |experts: &Experts| {
-            let Experts { count, router, has_bias, .. } = experts;
-            let Router { chosen, scores, renormalize, groups, factor } = router;
-            let weights = if *renormalize { "renormalized" } else { "as they are" };
-            let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
-            let bias = if *has_bias { ", with a bias" } else { "" };
-            let groups = groups.map_or_else(String::new, |groups| {
-                format!(", in {} of {} groups", groups.chosen, groups.count)
-            });
-            let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
-            format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}")
-        };
-        let experts: Vec<String> = self.experts().map(of_experts).collect();
+        let experts: Vec<String> = self.experts().map(experts_text).collect();
         let token_mixers: Vec<String> =
             self.blocks.iter().map(|block| self.token_mixer_text(&block.token_mixer)).collect();
         let factors = [
@@ -86,7 +74,11 @@ impl ModelConfig {
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
         match mixer {
             TokenMixer::Attention(attention) if attention.has_gates => "attention with gates".to_owned(),
-            TokenMixer::Attention(AttentionMixer { values: Values::Projected, .. }) => ATTENTION.to_owned(),
+            TokenMixer::Attention(AttentionMixer { values: Values::Projected, chunk, qk_norm, .. }) => {
+                let chunk = chunk.map_or_else(String::new, |chunk| format!(" in blocks of {chunk}"));
+                let is_normed = *qk_norm == Some(QkNormWidth::PlainHeadAfterRope);
+                format!("{ATTENTION}{chunk}{}", if is_normed { ", rotated heads normed" } else { "" })
+            }
             TokenMixer::Attention(AttentionMixer { heads, values, .. }) => {
                 let Heads { num_heads, num_kv_heads, head_dim } = heads;
                 let of = if *values == Values::NormedKeys { "keys" } else { "values" };
@@ -98,12 +90,29 @@ impl ModelConfig {
                 let width = plain + rotated;
                 format!("latent attention, {rotated} of {width} columns rotate {how}, epsilon {:?}", norm.eps)
             }
+            TokenMixer::ShortConv(conv) => format!("convolution over {} tokens", conv.kernel),
             TokenMixer::GatedDelta(delta) => {
                 let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
                 format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")
             }
         }
     }
+}
+
+/// Returns the router's settings of a mixture.
+fn experts_text(experts: &Experts) -> String {
+    let Experts { count, router, has_bias, weighs_inputs, .. } = experts;
+    let Router { chosen, scores, renormalize, groups, factor, sum_offset } = router;
+    let weights = if *renormalize { "renormalized" } else { "as they are" };
+    let scores = if *scores == RouterScores::Sigmoid { ", sigmoids" } else { "" };
+    let bias = if *has_bias { ", with a bias" } else { "" };
+    let groups = groups
+        .map_or_else(String::new, |groups| format!(", in {} of {} groups", groups.chosen, groups.count));
+    let factor = if *factor == 1.0 { String::new() } else { format!(", times {factor:?}") };
+    let factor =
+        if *sum_offset == SUM_OFFSET { factor } else { format!("{factor}, sums and {sum_offset:?}") };
+    let inputs = if *weighs_inputs { ", of inputs" } else { "" };
+    format!("{chosen} of {count}, weights {weights}{scores}{bias}{groups}{factor}{inputs}")
 }
 
 /// The text of attention without gates.

@@ -6,7 +6,7 @@
 use super::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The classes with other names than the usual ones.
-static OTHERS: [ClassNames; 2] = [ClassNames::GPT_NEOX, ClassNames::FALCON];
+static OTHERS: [ClassNames; 3] = [ClassNames::GPT_NEOX, ClassNames::FALCON, ClassNames::LFM2];
 
 /// The names of a class.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,6 +44,8 @@ impl ClassNames {
         norm: "transformer.ln_f",
         head: LM_HEAD_MODULE,
     };
+    /// The names of LFM2.
+    pub const LFM2: ClassNames = ClassNames { norm: "model.embedding_norm", ..ClassNames::USUAL };
 
     /// Returns the name in this class of a module or tensor with a usual name.
     pub fn module(&self, usual: &str) -> String {
@@ -82,8 +84,8 @@ impl ClassNames {
     pub(crate) fn of<'n>(names: impl IntoIterator<Item = &'n str>) -> &'static ClassNames {
         let class = |name: &str| {
             OTHERS.iter().find(|class| {
-                let own = class.all();
-                ends(name).any(|end| translated(class.own(&own), class.own(&own), end).is_some())
+                let (own, _) = class.own();
+                ends(name).any(|end| translated(&own, &own, end).is_some())
             })
         };
         names.into_iter().find_map(class).unwrap_or(&ClassNames::USUAL)
@@ -97,14 +99,15 @@ impl ClassNames {
     /// Returns the usual name of a module or tensor of any other class.
     pub(super) fn usual_of_any(name: &str) -> Option<String> {
         OTHERS.iter().find_map(|class| {
-            let (from, to) = (class.all(), Self::USUAL.all());
-            translated(class.own(&from), &to, name)
+            let (own, usual) = class.own();
+            translated(&own, &usual, name)
         })
     }
 
-    /// Returns those of all `names` that differ from the usual ones: the head's may be the same.
-    fn own<'n>(&self, names: &'n [&'static str; 4]) -> &'n [&'static str] {
-        if self.head == Self::USUAL.head { &names[..3] } else { names }
+    /// Returns the names that differ from the usual ones, and those.
+    fn own(&self) -> (Vec<&'static str>, Vec<&'static str>) {
+        let pairs = self.all().into_iter().zip(Self::USUAL.all());
+        pairs.filter(|(own, usual)| own != usual).unzip()
     }
 
     fn modules(&self) -> [&'static str; 3] {

@@ -14,7 +14,7 @@ use crate::error::Result;
 pub enum TensorGroup {
     /// The token embedding.
     Embedding,
-    /// Tensors of attention and of Gated DeltaNet, without norms.
+    /// Tensors of attention, of Gated DeltaNet and of short convolutions, without norms.
     Attention,
     /// Feed-forward projections, with their biases.
     Mlp,
@@ -41,7 +41,9 @@ impl TensorGroup {
             ("linear_attn", Self::Attention),
             ("attention", Self::Attention),
             ("self_attention", Self::Attention),
+            ("conv", Self::Attention),
             ("mlp", Self::Mlp),
+            ("feed_forward", Self::Mlp),
             ("block_sparse_moe", Self::Mlp),
         ];
         groups.into_iter().find(|(part, _)| has(part)).map_or(Self::Other, |(_, group)| group)
@@ -149,6 +151,9 @@ mod tests {
             ("model.layers.0.mlp.gate_up_proj.weight", TensorGroup::Mlp),
             ("model.layers.0.mlp.experts.3.down_proj.weight", TensorGroup::Mlp),
             ("model.layers.0.block_sparse_moe.experts.3.w1.weight", TensorGroup::Mlp),
+            ("model.layers.0.feed_forward.experts.gate_up_proj", TensorGroup::Mlp),
+            ("model.layers.0.conv.in_proj.weight", TensorGroup::Attention),
+            ("model.embedding_norm.weight", TensorGroup::Norm),
             ("model.layers.0.rotary_emb.inv_freq", TensorGroup::Other),
             ("x", TensorGroup::Other),
         ] {

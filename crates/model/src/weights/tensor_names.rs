@@ -48,8 +48,9 @@ const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 const HEAD: &str = "lm_head";
 
 /// The ends of the names of values that no optimizer updates: biases that routers add to scores,
-/// and factors on the outputs of blocks. Outputs keep their dtype.
-const BUFFERS: [&str; 2] = [".e_score_correction_bias", ".layer_scalar"];
+/// factors on the outputs of blocks, numbers of activations. Outputs keep their dtype.
+const BUFFERS: [&str; 5] =
+    [".e_score_correction_bias", ".expert_bias", ".layer_scalar", ".act_fn.beta", ".act_fn.eps"];
 
 /// Returns the dtype in which an output has the tensor `name`, stored as `stored`, if `dtype` is
 /// asked for.

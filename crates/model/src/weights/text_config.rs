@@ -3,7 +3,7 @@
 //! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside
 //! `vision_config`). It computes texts without images like a text model of that family
 //! (transformers 5.24: `configuration_gemma3.py`, `configuration_gemma4.py`,
-//! `configuration_gemma4_unified.py`, `configuration_mistral3.py`,
+//! `configuration_gemma4_unified.py`, `configuration_llama4.py`, `configuration_mistral3.py`,
 //! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`, `configuration_qwen3_5.py`,
 //! `configuration_qwen3_5_moe.py`).
 
@@ -39,10 +39,11 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 10] = [
+const VISION_MODELS: [VisionModel; 11] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     vision("gemma4", "gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
     vision("gemma4_unified", "gemma4_unified_text", "gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
+    VisionModel { tied: false, ..vision("llama4", "llama4_text", "llama4_text", "Llama4ForCausalLM") },
     vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
     vision("mistral3", "ministral3", "ministral3", "Ministral3ForCausalLM"),
     vision("mistral3", "mistral4", "mistral4", "Mistral4ForCausalLM"),

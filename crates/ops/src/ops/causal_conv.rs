@@ -1,11 +1,11 @@
-//! Depthwise causal convolution over packed sequences, then SiLU: the mixing of neighbours before a
-//! linear attention (arXiv 2312.00752, 2412.06464).
+//! Depthwise causal convolution over packed sequences: the mixing of neighbours before a linear
+//! attention (arXiv 2312.00752, 2412.06464), where SiLU follows, or instead of one (LFM2).
 //!
 //! `s[n, c] = Σ_w weight[c, w] · x[n − (W − 1) + w, c]` over the inputs of the same span, `y =
-//! silu(s)`. All in f32, rounded once; no sum depends on another span.
+//! silu(s)` or `y = s`. All in f32, rounded once; no sum depends on another span.
 //!
-//! Backward, from `x` alone: `ds = dy · silu'(s)`, `dx[m] = Σ_w weight[w] · ds[m + (W − 1) − w]`,
-//! `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
+//! Backward, from `x` alone: `ds = dy · silu'(s)` or `ds = dy`, `dx[m] = Σ_w weight[w] · ds[m + (W
+//! − 1) − w]`, `dweight[c, w] = Σ_n ds[n, c] · x[n − (W − 1) + w, c]`.
 
 pub(super) mod cases;
 mod cuda;
@@ -28,16 +28,37 @@ use crate::runtime::cpu_tensor::{
 use crate::runtime::trace::{SpanInfo, span};
 pub(crate) use reference::{reference, reference_backward};
 
-/// The number of tokens of an output for which kernels exist.
-pub const KERNEL_TAPS: usize = 4;
+/// The numbers of tokens of an output for which kernels exist.
+pub const KERNEL_TAPS: [usize; 2] = [3, 4];
+
+/// The weights of a convolution, and whether SiLU follows.
+#[derive(Debug, Clone, Copy)]
+pub struct ConvWeight<'a> {
+    /// The weights: `[C, W]`, f32 or bf16.
+    pub weight: &'a Tensor,
+    /// True if SiLU follows.
+    pub has_silu: bool,
+}
+
+impl<'a> ConvWeight<'a> {
+    /// Returns a convolution by `weight: [C, W]`, f32 or bf16, before SiLU.
+    pub fn silu(weight: &'a Tensor) -> Self {
+        ConvWeight { weight, has_silu: true }
+    }
+
+    /// Returns a convolution by `weight: [C, W]`, f32 or bf16, without an activation.
+    pub fn plain(weight: &'a Tensor) -> Self {
+        ConvWeight { weight, has_silu: false }
+    }
+}
 
 /// Columns that a loop processes at a time: their sums stay in the L1 cache.
 const COLUMNS: usize = 512;
 /// Rows of a task of the backward.
 const ROWS: usize = 64;
 
-/// Returns the SiLU of the convolution of `x: [N, C]` by `weight: [C, W]`, without bias: `[N, C]`
-/// in the dtype of `x`. Inputs before a span are zero, or those of `state: [W − 1, C]` (generation,
+/// Returns the convolution of `x: [N, C]` by `conv: [C, W]`, without bias: `[N, C]` in the dtype of
+/// `x`. Inputs before a span are zero, or those of `state: [W − 1, C]` (generation,
 /// one span), which has the last `W − 1` inputs afterwards. Rows outside all spans are zero.
 ///
 /// # Errors
@@ -45,17 +66,18 @@ const ROWS: usize = 64;
 /// spans, or an operation of the device fails.
 pub fn causal_conv(
     x: ColumnView<'_>,
-    weight: &Tensor,
+    conv: ConvWeight<'_>,
     spans: &[Span],
     state: Option<&TensorMut>,
 ) -> Result<Tensor> {
+    let ConvWeight { weight, has_silu } = conv;
     let _span = span(|| conv_info("causal_conv", x, weight, 2));
     if state.is_some() && !is_one_sequence(spans, x.tensor) {
         return Err(Error::internal("a state of a convolution requires one span of all rows"));
     }
     match Route::of(x.tensor, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, weight, spans, state),
-        Route::Composed => return reference(x, weight, spans, state),
+        Route::Kernel(driver) => return cuda::forward(driver, x, conv, spans, state),
+        Route::Composed => return reference(x, conv, spans, state),
         Route::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);
@@ -63,7 +85,7 @@ pub fn causal_conv(
     let places = places(spans, rows);
     with_elem!(x.tensor.dtype(), T => {
         let data = read::<T>(x.tensor)?;
-        let all = ConvRows { data: &data[x.start.min(data.len())..], stride: width, weight: &by_tap, channels };
+        let all = ConvRows { data: &data[x.start.min(data.len())..], stride: width, weight: &by_tap, channels, has_silu };
         let mut y = unwritten::<T>(rows * channels);
         let Some(state) = state else {
             all.forward(&mut y, &places, 0);
@@ -73,32 +95,34 @@ pub fn causal_conv(
         let mut extended = read::<T>(state)?.to_vec();
         (0..rows).for_each(|row| extended.extend_from_slice(all.row(row, 0, channels)));
         let kept = extended.len() - (taps - 1) * channels;
-        let extended_rows = ConvRows { data: &extended, stride: channels, weight: &by_tap, channels };
+        let extended_rows = ConvRows { data: &extended, stride: channels, ..all };
         extended_rows.forward(&mut y, &places, taps - 1);
         update(state, |state: &mut [T]| state.copy_from_slice(&extended[kept..]))?;
         tensor(y, (rows, channels))
     })
 }
 
-/// Writes the gradient of `x: [N, C]` to `dx: [N, C]`, given `dy: [N, C]`, all in the same dtype.
-/// Adds the gradient of the weight to `dweight: [C, W]` f32, on the CPU also bf16.
+/// Writes the gradient of `x: [N, C]` to `dx: [N, C]`, given `conv: [C, W]` and `dy: [N, C]`, all
+/// but the weight in the same dtype. Adds the gradient of the weight to `dweight: [C, W]` f32, on
+/// the CPU also bf16.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn causal_conv_backward(
     x: ColumnView<'_>,
-    weight: &Tensor,
+    conv: ConvWeight<'_>,
     dy: &Tensor,
     spans: &[Span],
     dweight: Option<&TensorMut>,
     dx: ColumnViewMut<'_>,
 ) -> Result<()> {
+    let ConvWeight { weight, has_silu } = conv;
     let _span = span(|| conv_info("causal_conv_backward", x, weight, 3));
     match Route::of(x.tensor, cuda::is_supported(x, weight)) {
         Route::Kernel(driver) => {
-            return cuda::backward(driver, [x, ColumnView::all(dy)], weight, spans, dweight, dx);
+            return cuda::backward(driver, [x, ColumnView::all(dy)], conv, spans, dweight, dx);
         }
-        Route::Composed => return reference_backward(x, weight, dy, spans, dweight, dx),
+        Route::Composed => return reference_backward(x, conv, dy, spans, dweight, dx),
         Route::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);
@@ -108,7 +132,7 @@ pub fn causal_conv_backward(
     let parts: Vec<Vec<f32>> = with_elem!(x.tensor.dtype(), T => {
         let (data, dy) = (read::<T>(x.tensor)?, read::<T>(dy)?);
         let (data, dy): (&[T], &[T]) = (&data, &dy);
-        let all = ConvRows { data: &data[x.start.min(data.len())..], stride: width, weight: &by_tap, channels };
+        let all = ConvRows { data: &data[x.start.min(data.len())..], stride: width, weight: &by_tap, channels, has_silu };
         update(dx.tensor, |to: &mut [T]| {
             let blocks = to.par_chunks_mut(ROWS * dx_width).enumerate();
             let of_block = |(block, to): (usize, &mut [T])| {
@@ -182,12 +206,14 @@ struct BlockRows<'a, T> {
 }
 
 /// The inputs of a convolution: `data` begins with the first of its columns.
+#[derive(Clone, Copy)]
 struct ConvRows<'a, T> {
     data: &'a [T],
     stride: usize,
     /// The weight by taps, `[W, C]`.
     weight: &'a [f32],
     channels: usize,
+    has_silu: bool,
 }
 
 impl<T: FloatElement> ConvRows<'_, T> {
@@ -224,7 +250,11 @@ impl<T: FloatElement> ConvRows<'_, T> {
             for (i, y) in y.chunks_mut(COLUMNS).enumerate() {
                 let sums = &mut sums[..y.len()];
                 self.sums(row + extra, place.before + extra, i * COLUMNS, sums);
-                write_silu(y, sums);
+                if self.has_silu {
+                    write_silu(y, sums);
+                } else {
+                    narrow(y, sums);
+                }
             }
         });
     }
@@ -241,8 +271,13 @@ impl<T: FloatElement> ConvRows<'_, T> {
             let len = COLUMNS.min(self.channels - from);
             for (row, ds) in (first..end).zip(ds.chunks_exact_mut(COLUMNS)) {
                 let Some(place) = places[row] else { continue };
-                self.sums(row, place.before, from, &mut ds[..len]);
-                times_slope(&mut ds[..len], &dy[row * self.channels + from..][..len]);
+                let (ds, dy) = (&mut ds[..len], &dy[row * self.channels + from..][..len]);
+                if self.has_silu {
+                    self.sums(row, place.before, from, ds);
+                    times_slope(ds, dy);
+                } else {
+                    ds.iter_mut().zip(dy).for_each(|(ds, dy)| *ds = dy.widen());
+                }
             }
             for (i, row) in to.data.chunks_exact_mut(to.stride).enumerate() {
                 let dx = &mut row[to.start + from..][..len];

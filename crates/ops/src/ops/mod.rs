@@ -46,6 +46,7 @@ mod simd;
 mod span_tables;
 pub mod stochastic_rounding;
 mod svd;
+pub mod xielu;
 
 pub use gpu::{GEMM_WORKSPACE, has_kernels, preload};
 #[cfg(feature = "kernel-emu")]

@@ -96,6 +96,11 @@ fn all_other_parts_stay_byte_for_byte() {
             7.790_512_9,
             "kept as they are: 16 tensors (31.3 KiB: model.embed_vision, model.vision_tower)",
         ),
+        (
+            "tiny-llama4-mm",
+            6.031_092_2,
+            "kept as they are: 26 tensors (31.5 KiB: multi_modal_projector, vision_model)",
+        ),
         ("tiny-qwen3-5-mm", 7.333_655_4, "kept as they are: 21 tensors (22.2 KiB: model.visual)"),
     ] {
         let place = Place::new();

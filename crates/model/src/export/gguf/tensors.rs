@@ -95,7 +95,9 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
     let end = if spec.role == Role::Bias { "bias" } else { "weight" };
     let names = module_names(&config.family.gguf, spec.part);
     let mut shape = spec.shape.clone();
-    shape[0] /= names.len();
+    // A single number has no rows.
+    let rows = shape.first().map_or(0, |rows| rows / names.len());
+    shape.iter_mut().take(1).for_each(|first| *first = rows);
     // llama.cpp has the factor on the shared expert as a vector.
     if matches!(spec.part, ModelPart::Block { part: BlockPart::SharedFactor, .. }) {
         shape.remove(0);
@@ -103,7 +105,7 @@ fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<Pl
     let tensor = |(i, name)| PlannedTensor {
         name: format!("{name}.{end}"),
         stored: vec![model::stored_name(config, files, &spec.name).to_owned()],
-        first_row: i * shape[0],
+        first_row: i * rows,
         shape: shape.clone(),
         change: change(config, spec.part),
     };
@@ -161,6 +163,13 @@ fn block_part_name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::DeltaRate => "ssm_a",
         BlockPart::DeltaStep => "ssm_dt",
         BlockPart::DeltaNorm => "ssm_norm",
+        BlockPart::XieluPositive => "xielu.alpha_p",
+        BlockPart::XieluNegative => "xielu.alpha_n",
+        BlockPart::XieluBeta => "xielu.beta",
+        BlockPart::XieluEps => "xielu.eps",
+        BlockPart::ConvIn => "shortconv.in_proj",
+        BlockPart::ConvTaps => "shortconv.conv",
+        BlockPart::ConvOut => "shortconv.out_proj",
         BlockPart::LatentQ => "attn_q_a",
         BlockPart::LatentKv => "attn_kv_a_mqa",
         BlockPart::LatentQUp => "attn_q_b",

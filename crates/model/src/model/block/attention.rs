@@ -5,14 +5,15 @@
 //! ```
 //!
 //! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
-//! Those of Hunyuan see each head after its rotation. The rows of a fused projection may be grouped
-//! by key head (GPT-NeoX, Falcon).
-//! `factor?` grows with a query's position (ministral3). `gate?` is the sigmoid of further outputs
-//! of `q_proj` (Qwen3.5). `sink?` is a logit of each head in its softmax (gpt-oss). Values may have
-//! a norm of each head too, and be the projection to keys (Gemma 4), whose columns then stand twice
-//! in `qkv`. Backward recomputes rotated heads, normed values and gated outputs, which are
-//! elementwise.
+//! Those of Hunyuan and Llama 4 see each head after its rotation; Llama 4's have no weight. The
+//! rows of a fused projection may be grouped by key head (GPT-NeoX, Falcon). `factor?` grows with a
+//! query's position (ministral3). Tokens may attend within blocks alone, which then are spans of
+//! their own (Llama 4). `gate?` is the sigmoid of further outputs of `q_proj` (Qwen3.5). `sink?` is
+//! a logit of each head in its softmax (gpt-oss). Values may have a norm of each head too, and be
+//! the projection to keys (Gemma 4), whose columns then stand twice in `qkv`. Backward recomputes
+//! rotated heads, normed values and gated outputs, which are elementwise.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
@@ -167,11 +168,11 @@ impl AttentionWeights {
         let kind = self.mixer.kind();
         let context = pass.context;
         let attended = match cache {
-            None => attention(inputs, context.spans, kind, context.attention)?,
+            None => attention(inputs, &self.spans(context.spans), kind, context.attention)?,
             Some(cache) => {
                 let (k, v, span) = cache.append(inputs.k, inputs.v)?;
                 let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
-                attention(inputs, &[span], kind, context.attention)?
+                attention(inputs, &self.spans(&[span]), kind, context.attention)?
             }
         };
         match &self.sinks {
@@ -198,7 +199,7 @@ impl AttentionWeights {
                 inputs,
                 attended,
                 &dattended,
-                pass.context.spans,
+                &self.spans(pass.context.spans),
                 self.mixer.kind(),
                 pass.context.attention,
             )?)
@@ -207,6 +208,14 @@ impl AttentionWeights {
         self.rotate_backward(pass, qkv, &dqkv)?;
         self.norm_values_backward(pass.config, qkv, &dqkv)?;
         Ok(dqkv)
+    }
+
+    /// Returns the spans whose tokens see each other: blocks of the sequences `spans`, or these.
+    fn spans<'s>(&self, spans: &'s [Span]) -> Cow<'s, [Span]> {
+        match self.mixer.chunk {
+            None => Cow::Borrowed(spans),
+            Some(chunk) => Cow::Owned(spans.iter().flat_map(|span| span.in_chunks(chunk)).collect()),
+        }
     }
 
     /// Returns the normed values, `[N, K head_dim]`, if they have a norm.
@@ -300,17 +309,17 @@ impl AttentionWeights {
     /// rotation.
     fn norm_rotated(&self, config: &ModelConfig, rotated: Tensor) -> Result<Tensor> {
         let heads = self.mixer.heads;
-        let normed = |(start, len, norm): (usize, usize, &Param)| -> Result<Tensor> {
+        let normed = |(start, len, norm): (usize, usize, Param)| -> Result<Tensor> {
             let rows = heads_of(&rotated, start, len, heads.head_dim)?;
             Ok(rms_norm(&rows, &norm.value, config.norm)?.reshape((rotated.dim(0)?, len))?)
         };
-        let parts = self.norms_after_rope().into_iter().map(normed).collect::<Result<Vec<_>>>()?;
+        let parts = self.norms_after_rope(&rotated)?.into_iter().map(normed).collect::<Result<Vec<_>>>()?;
         if parts.is_empty() { Ok(rotated) } else { Ok(Tensor::cat(&parts, 1)?) }
     }
 
     /// Converts the gradient of the normed q and k in `dqkv` to that of the rotated ones.
     fn norm_rotated_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
-        let norms = self.norms_after_rope();
+        let norms = self.norms_after_rope(qkv)?;
         if norms.is_empty() {
             return Ok(());
         }
@@ -335,9 +344,16 @@ impl AttentionWeights {
         self.norms_of(QkNormWidth::Whole)
     }
 
-    /// Returns the same of norms of each rotated head.
-    fn norms_after_rope(&self) -> Vec<(usize, usize, &Param)> {
-        self.norms_of(QkNormWidth::HeadAfterRope)
+    /// Returns the same of norms of each rotated head. Norms without a weight have ones in the
+    /// dtype of `like`.
+    fn norms_after_rope(&self, like: &Tensor) -> Result<Vec<(usize, usize, Param)>> {
+        let heads = self.mixer.heads;
+        if self.mixer.qk_norm == Some(QkNormWidth::PlainHeadAfterRope) {
+            let ones = Param { value: self.ones(like)?, grad: None };
+            return Ok(vec![(0, heads.q_width(), ones.clone()), (heads.q_width(), heads.kv_width(), ones)]);
+        }
+        let norms = self.norms_of(QkNormWidth::HeadAfterRope).into_iter();
+        Ok(norms.map(|(start, len, norm)| (start, len, norm.clone())).collect())
     }
 
     fn norms_of(&self, width: QkNormWidth) -> Vec<(usize, usize, &Param)> {

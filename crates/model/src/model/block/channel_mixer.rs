@@ -151,7 +151,9 @@ impl ChannelMixerSaved {
         match mixer {
             ChannelMixer::GatedMlp(_) => GatedMlpSaved::parts(config, tokens, dtype).into(),
             ChannelMixer::PlainMlp(_) => PlainMlpSaved::parts(config, tokens, dtype).into(),
-            ChannelMixer::Experts(experts) => ExpertsSaved::parts(experts, tokens, dtype).into(),
+            ChannelMixer::Experts(experts) => {
+                ExpertsSaved::parts(experts, config.hidden_size, tokens, dtype).into()
+            }
             ChannelMixer::MlpAndExperts(both) => MlpAndExpertsSaved::parts(config, both, tokens, dtype),
         }
     }

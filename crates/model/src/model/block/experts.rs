@@ -9,8 +9,9 @@
 //! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
 //! output: it is linear, and the gradient of a weight then needs no output. `bias_j?` are its
 //! biases (gpt-oss), one product of all experts' weights and biases. Stored factors may multiply
-//! the weights (Gemma 4). Sums run in the order of the experts. Backward recomputes the gated
-//! products and the copies of the rows.
+//! the weights (Gemma 4). Llama 4's weights multiply `x` instead, which is kept for their
+//! gradients. Sums run in the order of the experts. Backward recomputes the gated products and the
+//! copies of the rows.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -134,6 +135,8 @@ pub(super) struct ExpertsSaved {
     /// Of each expert that has rows: gate and up, then down.
     loras: Vec<[LoraSaved; 2]>,
     shared: Option<SharedExpertSaved>,
+    /// The input, `[N, D]`, if the weights multiply it.
+    input: Option<Tensor>,
 }
 
 /// Gradients that need the mixer's input.
@@ -141,7 +144,7 @@ pub(super) struct PendingExperts<'w> {
     /// `None` if the router has an input of its own.
     router: Option<PendingGradients<'w>>,
     rows: ExpertRows,
-    /// Of each expert that has rows.
+    /// Of each expert that has rows; none if the weights multiply the input.
     experts: Vec<PendingGradients<'w>>,
     shared: Option<PendingShared<'w>>,
 }
@@ -172,7 +175,13 @@ impl PendingExperts<'_> {
 
 impl ExpertsSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
-    pub(super) fn parts(mixer: &Experts, tokens: usize, dtype: DType) -> [(&'static str, usize); 2] {
+    /// `hidden` is the width of the input.
+    pub(super) fn parts(
+        mixer: &Experts,
+        hidden: usize,
+        tokens: usize,
+        dtype: DType,
+    ) -> [(&'static str, usize); 3] {
         let rows = tokens * mixer.router.chosen;
         let size = dtype.size_in_bytes();
         let logits = tokens * mixer.count * logits_dtype(mixer, dtype).size_in_bytes();
@@ -183,6 +192,7 @@ impl ExpertsSaved {
         [
             ("gate and up", rows * 2 * mixer.width * size + shared),
             ("the router's choice", logits + choice + factor),
+            ("input of experts", if mixer.weighs_inputs { tokens * hidden * size } else { 0 }),
         ]
     }
 
@@ -194,11 +204,11 @@ impl ExpertsSaved {
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared } = self;
+        let ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared, input } = self;
         let loras = loras.iter().flatten().chain([router]).flat_map(LoraSaved::tensors);
         let choice = [&choice.ids, &choice.weights].into_iter().chain(rows.tensors());
         let shared = shared.iter().flat_map(SharedExpertSaved::tensors);
-        [logits, gate_up].into_iter().chain(choice).chain(loras).chain(shared).collect()
+        [logits, gate_up].into_iter().chain(input).chain(choice).chain(loras).chain(shared).collect()
     }
 }
 
@@ -275,7 +285,11 @@ impl ExpertsWeights {
         let logits = logits.into_tensor();
         let choice = choose_experts(&logits, self.bias.as_ref(), mixer.router)?;
         let rows = ExpertRows::of(&choice, mixer.count)?;
-        let x = copied(input.experts, &rows)?;
+        let weights = self.weights(&choice)?;
+        let mut x = copied(input.experts, &rows)?;
+        if mixer.weighs_inputs {
+            x = scale_rows(&x, &weights, &rows)?;
+        }
         let gate_up = empty(x.dim(0)?, 2 * mixer.width, x.dtype(), x.device())?;
         let through = |RowsOfExpert { expert, start, len }| -> Result<[LoraSaved; 2]> {
             let (x, y) = (x.narrow(0, start, len)?, gate_up.narrow(0, start, len)?);
@@ -286,8 +300,11 @@ impl ExpertsWeights {
         let loras = rows.of_experts().map(through).collect::<Result<_>>()?;
         drop(x);
         let gate_up = gate_up.into_tensor();
-        let product = scale_rows(&glu(&gate_up, mixer.activation)?, &self.weights(&choice)?, &rows)?;
-        Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared: None }, product))
+        let product = glu(&gate_up, mixer.activation)?;
+        let weighed = !mixer.weighs_inputs;
+        let product = if weighed { scale_rows(&product, &weights, &rows)? } else { product };
+        let input = mixer.weighs_inputs.then(|| input.experts.clone());
+        Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared: None, input }, product))
     }
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
@@ -341,14 +358,19 @@ impl ExpertsWeights {
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, mixer.activation)?;
         drop(dproduct);
         let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
-        let dx = need_dx.then(|| empty(count, width, dgate_up.dtype(), dgate_up.device())).transpose()?;
+        let reads_dx = need_dx || mixer.weighs_inputs;
+        let dx = reads_dx.then(|| empty(count, width, dgate_up.dtype(), dgate_up.device())).transpose()?;
         let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let dx = dx.as_ref().map(|dx| dx.narrow(0, start, len)).transpose()?;
             let dy = dgate_up.narrow(0, start, len)?;
             linear::backward_parts(&self.experts[expert].gate_up, &loras[0], &dy, dx.as_ref(), branch)
         };
-        let experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
+        let mut experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         drop(dgate_up);
+        let dweights = match (&saved.input, &dx) {
+            (Some(input), Some(dx)) => self.through_input(saved, input, dx, std::mem::take(&mut experts))?,
+            _ => dweights,
+        };
         let dweights = self.weights_backward(&saved.choice, dweights)?;
         let dlogits = choose_experts_backward(&saved.logits, &saved.choice, &dweights, mixer.router)?;
         let dlogits = TensorMut::new(dlogits);
@@ -360,6 +382,7 @@ impl ExpertsWeights {
         let pending = linear::backward_parts(&self.router, &saved.router, &dlogits, dinput.as_ref(), branch)?;
         let dinput = dinput.map(TensorMut::into_tensor);
         self.clear_others(rows)?;
+        let dx = dx.filter(|_| need_dx);
         Ok(InnerGradients { dx, experts, router: RouterGradients { dinput, pending } })
     }
 
@@ -399,12 +422,33 @@ impl ExpertsWeights {
         };
         let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);
-        let dweights = scale_rows_backward(&product, &dproduct, &self.weights(&saved.choice)?, &saved.rows)?;
+        let weights = self.weights(&saved.choice)?;
+        // If the weights multiply the input, `through_input` gives their gradients.
+        let weighed = !mixer.weighs_inputs;
+        let dweights = weighed.then(|| scale_rows_backward(&product, &dproduct, &weights, &saved.rows));
+        let dweights = dweights.unwrap_or(Ok(weights))?;
         let dweights = self.through_biases(&saved.choice, of_tokens, dweights)?;
         for (pending, RowsOfExpert { start, len, .. }) in pending.into_iter().zip(saved.rows.of_experts()) {
             pending.add(&product.narrow(0, start, len)?.into_tensor())?;
         }
         Ok((dproduct, dweights))
+    }
+
+    /// Converts `dx: [R, D]`, the gradients of the weighed rows of the input, `[N, D]`, to those of
+    /// the rows. Adds the `pending` gradients of the experts, and returns those of the weights.
+    fn through_input(
+        &self,
+        saved: &ExpertsSaved,
+        input: &Tensor,
+        dx: &TensorMut,
+        pending: Vec<PendingGradients<'_>>,
+    ) -> Result<Tensor> {
+        let x = TensorMut::new(copied(input, &saved.rows)?);
+        let dweights = scale_rows_backward(&x, dx, &self.weights(&saved.choice)?, &saved.rows)?;
+        for (pending, RowsOfExpert { start, len, .. }) in pending.into_iter().zip(saved.rows.of_experts()) {
+            pending.add(&x.narrow(0, start, len)?.into_tensor())?;
+        }
+        Ok(dweights)
     }
 
     /// Returns the biases of the second projections for the tokens of `x`, plus `residual`; `None`

@@ -18,7 +18,7 @@ use crate::model::Param;
 use crate::model::composition::DeltaMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::ops::attention::Span;
-use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
+use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::gated_delta::{
     CHUNK, DeltaHeads, DeltaInputs, DeltaOutput, DeltaParamGrads, gated_delta, gated_delta_backward,
 };
@@ -195,13 +195,17 @@ impl GatedDeltaWeights {
         let spans = if state.is_some() { &one[..] } else { pass.context.spans };
         let columns = InputColumns::new(self.mixer.heads);
         let conv_state = state.as_ref().map(|state| &state.conv);
-        let qkv = causal_conv(view(&projected, columns.qkv), &self.conv.value, spans, conv_state)?;
+        let qkv = causal_conv(view(&projected, columns.qkv), self.conv(), spans, conv_state)?;
         let inputs = self.inputs(&projected, &qkv);
         let delta = gated_delta(inputs, self.mixer.heads, spans, state.as_ref().map(|state| &state.heads))?;
         drop(qkv);
         let normed = self.normed(pass, &projected, &delta)?;
         let (y, lora_out) = linear::forward(&self.out, &normed, residual, pass.branch())?;
         Ok((y, GatedDeltaSaved { projected, delta, lora_input, lora_out }))
+    }
+
+    fn conv(&self) -> ConvWeight<'_> {
+        ConvWeight::silu(&self.conv.value)
     }
 
     /// Returns the inputs of the delta rule, of the convolved `qkv`.
@@ -261,14 +265,14 @@ impl GatedDeltaWeights {
             gated_rms_norm_backward(&delta.out, z, &norm.value, &dnormed, norm.grad.as_ref(), eps, dz)?;
         drop(dnormed);
         let raw_qkv = view(projected, columns.qkv.clone());
-        let qkv = causal_conv(raw_qkv, &self.conv.value, spans, None)?;
+        let qkv = causal_conv(raw_qkv, self.conv(), spans, None)?;
         let grads = DeltaParamGrads { a_log: self.rate.grad.as_ref(), dt_bias: self.step.grad.as_ref() };
         let (da, db) = (view_mut(&d, columns.a), view_mut(&d, columns.b));
         let inputs = self.inputs(projected, &qkv);
         let dqkv = gated_delta_backward(inputs, delta, &dout, self.mixer.heads, spans, grads, da, db)?;
         drop((qkv, dout));
         let dconv = self.conv.grad.as_ref();
-        causal_conv_backward(raw_qkv, &self.conv.value, &dqkv, spans, dconv, view_mut(&d, columns.qkv))?;
+        causal_conv_backward(raw_qkv, self.conv(), &dqkv, spans, dconv, view_mut(&d, columns.qkv))?;
         Ok(d.into_tensor())
     }
 }

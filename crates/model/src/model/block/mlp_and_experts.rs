@@ -55,7 +55,7 @@ impl MlpAndExpertsSaved {
         tokens: usize,
         dtype: DType,
     ) -> Vec<(&'static str, usize)> {
-        let mut parts: Vec<_> = ExpertsSaved::parts(&mixer.experts, tokens, dtype).into();
+        let mut parts: Vec<_> = ExpertsSaved::parts(&mixer.experts, config.hidden_size, tokens, dtype).into();
         parts[0].1 += GatedMlpSaved::parts(config, tokens, dtype)[0].1;
         let outputs = 2 * tokens * config.hidden_size * dtype.size_in_bytes();
         parts.push(("outputs before norms of the mixers", outputs));

@@ -9,12 +9,13 @@
 
 use candle_core::{DType, Tensor};
 
+use super::xielu::XieluWeights;
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::model::composition::PlainMlp;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
-use crate::ops::activation::{activate, activate_backward};
+use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::runtime::TensorMut;
 
 /// The parameters of an MLP without a gate, for one use.
@@ -26,6 +27,35 @@ pub struct PlainMlpWeights {
     pub up: MergedLinear,
     /// The second projection, `down_proj`.
     pub down: MergedLinear,
+    /// The activation between them.
+    pub activation: ActivationWeights,
+}
+
+/// An activation and its parameters, for one use.
+#[derive(Debug, Clone)]
+pub enum ActivationWeights {
+    /// One without parameters.
+    Fixed(PlainActivation),
+    /// xIELU with the numbers of its block.
+    Xielu(XieluWeights),
+}
+
+impl ActivationWeights {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            ActivationWeights::Fixed(activation) => activate(x, *activation),
+            ActivationWeights::Xielu(xielu) => xielu.forward(x),
+        }
+    }
+
+    /// Returns the gradient of `x` from `dh`, which becomes the activated values, and adds those of
+    /// the parameters.
+    fn backward(&self, x: &Tensor, dh: &TensorMut) -> Result<Tensor> {
+        match self {
+            ActivationWeights::Fixed(activation) => activate_backward(x, dh, *activation),
+            ActivationWeights::Xielu(xielu) => xielu.backward(x, dh),
+        }
+    }
 }
 
 /// The tensors that backward needs: `up` is `[N, F]`.
@@ -60,7 +90,7 @@ impl PlainMlpWeights {
         residual: Option<&Tensor>,
     ) -> Result<(Tensor, PlainMlpSaved)> {
         let (up, lora_up) = linear::forward(&self.up, x, None, pass.branch())?;
-        let activated = activate(&up, self.mixer.activation)?;
+        let activated = self.activation.forward(&up)?;
         let (y, lora_down) = linear::forward(&self.down, &activated, residual, pass.branch())?;
         Ok((y, PlainMlpSaved { up, lora_up, lora_down }))
     }
@@ -69,7 +99,7 @@ impl PlainMlpWeights {
     /// `down_proj`.
     pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<PlainMlpSaved> {
         let (up, lora_up) = linear::forward(&self.up, x, None, pass.branch())?;
-        let activated = || activate(&up, self.mixer.activation);
+        let activated = || self.activation.forward(&up);
         let lora_down = linear::recompute(&self.down, activated, pass.branch())?;
         Ok(PlainMlpSaved { up, lora_up, lora_down })
     }
@@ -87,7 +117,7 @@ impl PlainMlpWeights {
         drop(dout);
         // The gradient's memory becomes that of the activated values.
         let activated = TensorMut::new(dactivated);
-        let dup = activate_backward(&saved.up, &activated, self.mixer.activation)?;
+        let dup = self.activation.backward(&saved.up, &activated)?;
         pending.add(&activated)?;
         drop(activated);
         let (dinput, pending) = linear::backward_first(&self.up, &saved.lora_up, &dup, branch, need_dx)?;

@@ -14,7 +14,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 28] = [
+const MODELS: [&str; 33] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -51,6 +51,14 @@ const MODELS: [&str; 28] = [
         "moe_intermediate_size": 8, "moe_num_shared_experts": 2"#,
     r#""model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 100.0}"#,
     r#""model_type": "hunyuan_v1_moe", "num_experts": 3, "moe_topk": [3, 3]"#,
+    r#""model_type": "llama4_text", "intermediate_size_mlp": 20, "attention_chunk_size": 4,
+        "num_local_experts": 3, "num_experts_per_tok": 3"#,
+    r#""model_type": "llama4_text", "intermediate_size_mlp": 20, "moe_layers": [], "no_rope_layers": [0, 1],
+        "floor_scale": 4"#,
+    r#""model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": false"#,
+    r#""model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, "num_experts": 3,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 8, "conv_L_cache": 4"#,
+    r#""model_type": "apertus""#,
 ];
 
 fn config(model: &str) -> ModelConfig {

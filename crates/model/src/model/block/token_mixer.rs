@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
 use super::gated_delta::{DeltaState, GatedDeltaSaved, GatedDeltaWeights};
 use super::latent::{LatentSaved, LatentWeights};
+use super::short_conv::{ConvState, ShortConvSaved, ShortConvWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
@@ -20,6 +21,8 @@ pub enum TokenMixerWeights {
     Latent(Box<LatentWeights>),
     /// A recurrence with a state of fixed size.
     GatedDelta(GatedDeltaWeights),
+    /// A convolution over a few tokens between two gates.
+    ShortConv(ShortConvWeights),
 }
 
 impl TokenMixerWeights {
@@ -29,6 +32,7 @@ impl TokenMixerWeights {
             TokenMixerWeights::Attention(attention) => attention.linears().into(),
             TokenMixerWeights::Latent(latent) => latent.linears(),
             TokenMixerWeights::GatedDelta(delta) => delta.linears().into(),
+            TokenMixerWeights::ShortConv(conv) => conv.linears().into(),
         }
     }
 
@@ -78,6 +82,14 @@ impl TokenMixerWeights {
                 let (out, saved) = delta.forward(pass, x, residual, Some(state))?;
                 Ok((out, TokenMixerSaved::GatedDelta(saved)))
             }
+            (TokenMixerWeights::ShortConv(conv), None) => {
+                let (out, saved) = conv.forward(pass, x, residual, None)?;
+                Ok((out, TokenMixerSaved::ShortConv(saved)))
+            }
+            (TokenMixerWeights::ShortConv(conv), Some(BlockCache::Convolution(state))) => {
+                let (out, saved) = conv.forward(pass, x, residual, Some(state))?;
+                Ok((out, TokenMixerSaved::ShortConv(saved)))
+            }
             _ => Err(Error::internal("the cache belongs to another kind of token mixer")),
         }
     }
@@ -100,6 +112,9 @@ impl TokenMixerWeights {
             (TokenMixerWeights::GatedDelta(delta), TokenMixerSaved::GatedDelta(saved)) => {
                 delta.backward(pass, saved, half)
             }
+            (TokenMixerWeights::ShortConv(conv), TokenMixerSaved::ShortConv(saved)) => {
+                conv.backward(pass, saved, half)
+            }
             _ => Err(Error::internal("the saved tensors belong to another kind of token mixer")),
         }
     }
@@ -111,6 +126,7 @@ pub(super) enum TokenMixerSaved {
     Attention(AttentionSaved),
     Latent(LatentSaved),
     GatedDelta(GatedDeltaSaved),
+    ShortConv(ShortConvSaved),
 }
 
 impl TokenMixerSaved {
@@ -120,6 +136,7 @@ impl TokenMixerSaved {
             TokenMixer::Attention(attention) => AttentionSaved::parts(attention, tokens, dtype),
             TokenMixer::Latent(latent) => LatentSaved::parts(latent, tokens, dtype),
             TokenMixer::GatedDelta(delta) => GatedDeltaSaved::parts(delta, tokens, dtype).into(),
+            TokenMixer::ShortConv(conv) => ShortConvSaved::parts(conv, tokens, dtype).into(),
         }
     }
 
@@ -130,6 +147,7 @@ impl TokenMixerSaved {
             TokenMixerSaved::Attention(attention) => attention.tensors(),
             TokenMixerSaved::Latent(latent) => latent.tensors(),
             TokenMixerSaved::GatedDelta(delta) => delta.tensors(),
+            TokenMixerSaved::ShortConv(conv) => conv.tensors(),
         }
     }
 }
@@ -141,6 +159,8 @@ pub enum BlockCache {
     KeysAndValues(KeyValueCache),
     /// The state of a recurrence.
     State(DeltaState),
+    /// The last inputs of a convolution.
+    Convolution(ConvState),
 }
 
 impl BlockCache {
@@ -160,6 +180,7 @@ impl BlockCache {
                 BlockCache::KeysAndValues(KeyValueCache::new(attention.heads, capacity, dtype, device)?)
             }
             TokenMixer::GatedDelta(mixer) => BlockCache::State(DeltaState::new(mixer, dtype, device)?),
+            TokenMixer::ShortConv(mixer) => BlockCache::Convolution(ConvState::new(mixer, dtype, device)?),
         })
     }
 
@@ -171,6 +192,7 @@ impl BlockCache {
                 (capacity as u64).saturating_mul(token as u64)
             }
             TokenMixer::GatedDelta(mixer) => DeltaState::bytes(mixer, dtype) as u64,
+            TokenMixer::ShortConv(mixer) => ConvState::bytes(mixer, dtype) as u64,
         }
     }
 }

@@ -43,6 +43,10 @@ pub struct Architecture {
     pub(super) num_kv_heads: Option<ReadHeads>,
     /// Default of `intermediate_size`, in widths of the hidden states; `None`: the key is required.
     pub(super) default_inner_width: Option<usize>,
+    /// Reads the inner width from other keys.
+    pub(super) inner_width: Option<fn(&ConfigReader<'_>) -> Result<usize>>,
+    /// The key that counts instead of `tie_word_embeddings` if config.json has it.
+    pub(super) tie_key: Option<&'static str>,
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
 }

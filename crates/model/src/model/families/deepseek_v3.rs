@@ -12,7 +12,9 @@ use crate::model::composition::{
 };
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
-use crate::ops::experts::{ExpertGroups, MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS, Router, RouterScores};
+use crate::ops::experts::{
+    ExpertGroups, MOST_CHOSEN, MOST_EXPERTS, MOST_GROUPS, Router, RouterScores, SUM_OFFSET,
+};
 use crate::ops::rms_norm::NormKind;
 
 pub(super) static DEEPSEEK_V3: Architecture = Architecture {
@@ -167,12 +169,15 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
             renormalize: keys.bool_or("norm_topk_prob", true)?,
             groups: (of_token < groups).then_some(ExpertGroups { count: groups, chosen: of_token }),
             factor: factor as f32,
+            sum_offset: SUM_OFFSET,
         },
         has_bias: is_sigmoid,
         has_f32_logits: is_sigmoid,
         layer_biases: false,
         width,
         activation: parts::activation(keys)?,
+        has_one_gate_up: false,
+        weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: (shared > 0).then_some(SharedExpert { width: shared * width, has_gate: false }),
     })

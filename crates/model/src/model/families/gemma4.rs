@@ -83,6 +83,8 @@ fn channel_mixer(keys: &ConfigReader<'_>) -> Result<ChannelMixer> {
         layer_biases: false,
         width: keys.size("moe_intermediate_size", MOST_WIDE)?,
         activation: mlp.activation,
+        has_one_gate_up: false,
+        weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: None,
     };

@@ -52,6 +52,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     }
     let experts = Experts {
         activation: Activation::ClampedSilu,
+        has_one_gate_up: true,
         layer_biases: true,
         ..parts::experts(keys, &EXPERTS)?
     };

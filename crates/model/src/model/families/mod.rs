@@ -5,6 +5,7 @@
 //! facts. `parts` holds the readers that families share. If config.json needs a feature that
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
+mod apertus;
 mod arcee;
 mod architecture;
 mod cohere;
@@ -29,7 +30,10 @@ mod granitemoe;
 mod granitemoehybrid;
 mod hunyuan;
 mod hunyuan_moe;
+mod lfm2;
+mod lfm2_moe;
 mod llama;
+mod llama4;
 mod minimax_m2;
 mod ministral;
 mod ministral3;
@@ -117,6 +121,10 @@ static FAMILIES: &[&Architecture] = &[
     &ernie4_5_moe::ERNIE4_5_MOE,
     &hunyuan::HUNYUAN,
     &hunyuan_moe::HUNYUAN_MOE,
+    &llama4::LLAMA4,
+    &lfm2::LFM2,
+    &lfm2_moe::LFM2_MOE,
+    &apertus::APERTUS,
 ];
 
 /// Returns all families.
@@ -170,7 +178,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         embedding_factor: parts.embedding_factor,
         logit_factor: parts.logit_factor,
         logit_softcap: parts.logit_softcap,
-        tie_word_embeddings: keys.bool_or("tie_word_embeddings", family.ties_embeddings)?,
+        tie_word_embeddings: ties_embeddings(keys, family)?,
         pad_token_id: keys.opt_token("pad_token_id")?,
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
@@ -181,7 +189,15 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     Ok(config)
 }
 
+fn ties_embeddings(keys: &ConfigReader<'_>, family: &Architecture) -> Result<bool> {
+    let key = family.tie_key.filter(|key| keys.get(key).is_some());
+    keys.bool_or(key.unwrap_or("tie_word_embeddings"), family.ties_embeddings)
+}
+
 fn inner_width(keys: &ConfigReader<'_>, family: &Architecture, sizes: &ModelSizes) -> Result<usize> {
+    if let Some(read) = family.inner_width {
+        return read(keys);
+    }
     match (keys.opt_size(family.intermediate_size, MOST_WIDE)?, family.default_inner_width) {
         (None, Some(times)) => Ok(times * sizes.hidden_size),
         _ => keys.size(family.intermediate_size, MOST_WIDE),
@@ -195,8 +211,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "gemma4" | "gemma4_unified" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_5"
-        | "qwen3_5_moe" => {
+        "gemma3" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl" | "qwen3_vl"
+        | "qwen3_5" | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",
@@ -309,6 +325,14 @@ mod tests {
             ("cohere2", "layer_types", json!(["sliding_attention"])),
             ("hunyuan_v1_dense", "use_qk_norm", json!(false)),
             ("hunyuan_v1_dense", "use_cla", json!(true)),
+            ("lfm2", "conv_bias", json!(true)),
+            ("lfm2", "conv_L_cache", json!(1)),
+            ("lfm2", "full_attn_idxs", json!([2])),
+            ("lfm2", "layer_types", json!(["mamba", "conv"])),
+            ("lfm2", "block_ffn_dim_multiplier", json!(0.0)),
+            ("lfm2", "norm_eps", json!(-1.0)),
+            ("apertus", "hidden_act", json!("silu")),
+            ("apertus", "mlp_bias", json!(true)),
         ] {
             let model = |changes: &[(&str, Value)]| {
                 let family = [("model_type", json!(family)), ("head_dim", json!(8))];

@@ -9,7 +9,7 @@ use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{
-    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, PlainMlp, Values,
+    AttentionMixer, BlockConfig, Experts, GatedMlp, HiddenNorm, MlpActivation, PlainMlp, Values,
 };
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
@@ -41,6 +41,8 @@ pub(super) const fn architecture(
         class_names: &ClassNames::USUAL,
         num_kv_heads: None,
         default_inner_width: None,
+        inner_width: None,
+        tie_key: None,
         gguf: GgufFacts::usual(name),
     }
 }
@@ -68,6 +70,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
     Ok(AttentionMixer {
         heads: sizes.heads,
         window: None,
+        chunk: None,
         rope: 0,
         scale: 1.0 / (sizes.heads.head_dim as f64).sqrt(),
         softcap: softcap(keys, "attn_logit_softcapping", None)?,
@@ -110,7 +113,7 @@ pub(super) fn plain_mlp_by(
             ));
         }
     };
-    Ok(PlainMlp { activation, bias })
+    Ok(PlainMlp { activation: MlpActivation::Fixed(activation), bias })
 }
 
 /// The keys of a family for its experts, and its defaults.
@@ -193,6 +196,8 @@ pub(super) fn plain_experts(
         layer_biases: false,
         width,
         activation: activation(keys)?,
+        has_one_gate_up: false,
+        weighs_inputs: false,
         aux_coefficient: 0.0,
         shared: None,
     })
@@ -231,7 +236,7 @@ pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
     Ok(NormKind { eps: epsilon(keys, "rms_norm_eps", 1e-6)?, unit_offset: false })
 }
 
-fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
+pub(super) fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
     match keys.f64_or(key, default)? {
         eps if (0.0..1.0).contains(&eps) => Ok(eps),
         other => Err(refused(key, other, "from 0 to below 1")),
@@ -375,6 +380,7 @@ pub(super) fn ropes_by_layer_type(
 
 /// Returns the name of a module in Llama's checkpoints, which most families share.
 pub(super) fn llama_name(part: BlockPart) -> &'static str {
+    use BlockPart as P;
     match part {
         BlockPart::QProj => "self_attn.q_proj",
         BlockPart::KProj => "self_attn.k_proj",
@@ -417,11 +423,16 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::DeltaRate => "linear_attn.A_log",
         BlockPart::DeltaStep => "linear_attn.dt_bias",
         BlockPart::DeltaNorm => "linear_attn.norm",
+        BlockPart::XieluPositive => "mlp.act_fn.alpha_p",
+        BlockPart::XieluNegative => "mlp.act_fn.alpha_n",
+        BlockPart::XieluBeta => "mlp.act_fn.beta",
+        BlockPart::XieluEps => "mlp.act_fn.eps",
+        BlockPart::ConvIn => "conv.in_proj",
+        BlockPart::ConvTaps => "conv.conv",
+        BlockPart::ConvOut => "conv.out_proj",
         BlockPart::AttnNorm | BlockPart::ParallelAttnNorm => "input_layernorm",
         // The second norm of a block has this name in all of its roles.
-        BlockPart::AttnPostNorm | BlockPart::MlpNorm | BlockPart::ParallelMlpNorm => {
-            "post_attention_layernorm"
-        }
+        P::AttnPostNorm | P::MlpNorm | P::ParallelMlpNorm => "post_attention_layernorm",
         BlockPart::MlpPostNorm => "post_feedforward_layernorm",
         BlockPart::MlpOutNorm => "post_feedforward_layernorm_1",
         BlockPart::ExpertsNorm => "pre_feedforward_layernorm_2",

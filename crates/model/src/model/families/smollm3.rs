@@ -35,14 +35,17 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     Ok(Composition { ropes: [composition.ropes, vec![Rope::without_positions()]].concat(), ..composition })
 }
 
+/// Returns for each layer whether it has positions: all but each `no_rope_layer_interval`-th.
+pub(super) fn layers_by_interval(keys: &ConfigReader<'_>, count: usize) -> Result<Vec<bool>> {
+    match keys.opt_usize("no_rope_layer_interval")?.unwrap_or(4) {
+        0 => Err(Error::user("`no_rope_layer_interval` is 0").because("accepted: above 0")),
+        interval => Ok((1..=count).map(|layer| !layer.is_multiple_of(interval)).collect()),
+    }
+}
+
 /// Returns for each layer whether it has positions: `no_rope_layers` has 1 for those that do.
-fn layers_with_positions(keys: &ConfigReader<'_>, count: usize) -> Result<Vec<bool>> {
-    let Some(listed) = keys.f64_list("no_rope_layers")? else {
-        return match keys.opt_usize("no_rope_layer_interval")?.unwrap_or(4) {
-            0 => Err(Error::user("`no_rope_layer_interval` is 0").because("accepted: above 0")),
-            interval => Ok((1..=count).map(|layer| !layer.is_multiple_of(interval)).collect()),
-        };
-    };
+pub(super) fn layers_with_positions(keys: &ConfigReader<'_>, count: usize) -> Result<Vec<bool>> {
+    let Some(listed) = keys.f64_list("no_rope_layers")? else { return layers_by_interval(keys, count) };
     if listed.len() < count || listed.iter().any(|has| *has != 0.0 && *has != 1.0) {
         return Err(Error::user(format!("`no_rope_layers` is {listed:?}"))
             .because(format!("accepted: 0 or 1 for each of the {count} layers")));

@@ -7,7 +7,7 @@
 //! size and axis follow from the shapes.
 
 use super::reader::{
-    CheckpointFormat, ReadWeight, Settings, StoredWeight, expect, scale_dtype, weight_before,
+    CheckpointFormat, ReadWeight, Settings, StoredWeight, Tensors, expect, scale_dtype, weight_before,
 };
 use crate::error::Result;
 use crate::quant::{CodeLayout, PackedFormat};
@@ -51,6 +51,12 @@ impl CheckpointFormat for Hqq {
 
     fn owner(&self, name: &str) -> Option<String> {
         weight_before(&OWNED, name)
+    }
+
+    /// Gemma 4's routers have a `scale` too.
+    fn is_quantized(&self, weight: &str, tensors: &Tensors) -> bool {
+        let module = weight.trim_end_matches(".weight");
+        [CODES, ZEROS].iter().any(|end| tensors.contains_key(&format!("{module}{end}")))
     }
 
     fn is_telling(&self, name: &str) -> bool {

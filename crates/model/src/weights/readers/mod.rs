@@ -96,6 +96,7 @@ impl ModelReader {
                 *weights.entry(weight).or_default() += info.range.len() as u64;
             }
         }
+        weights.retain(|weight, _| format.is_quantized(weight, tensors));
         let mut all = BTreeMap::new();
         for (name, stored_bytes) in weights {
             let weight = StoredWeight { tensors, name: &name, dtype: *dtype, stored_bytes, bytes };
@@ -103,7 +104,7 @@ impl ModelReader {
             tensors.insert(name.clone(), info);
             all.insert(name, parts);
         }
-        tensors.retain(|name, _| format.owner(name).is_none());
+        tensors.retain(|name, _| format.owner(name).is_none_or(|weight| !all.contains_key(&weight)));
         Ok(all)
     }
 }

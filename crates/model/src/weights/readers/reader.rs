@@ -38,6 +38,12 @@ pub(super) trait CheckpointFormat: Sync {
     /// Returns the weight of which a tensor of this name would be a companion.
     fn owner(&self, name: &str) -> Option<String>;
 
+    /// Returns whether the companions of `weight` are those of a quantized weight: a format with
+    /// common names asks for more than one of them.
+    fn is_quantized(&self, _weight: &str, _tensors: &Tensors) -> bool {
+        true
+    }
+
     /// Returns whether a tensor of this name is a companion in any model: a format with common
     /// names has few of these.
     fn is_telling(&self, name: &str) -> bool {

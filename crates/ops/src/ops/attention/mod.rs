@@ -45,6 +45,22 @@ impl Span {
         Span { q_start: start, q_len: len, k_start: start, k_len: len }
     }
 
+    /// Returns its parts in blocks of `chunk` keys, counted from its first key: attention over them
+    /// lets a token see its own block alone.
+    pub fn in_chunks(self, chunk: usize) -> impl Iterator<Item = Span> {
+        let first = self.k_len - self.q_len;
+        (first / chunk..self.k_len.div_ceil(chunk)).map(move |block| {
+            let start = block * chunk;
+            let (from, to) = (start.max(first), (start + chunk).min(self.k_len));
+            Span {
+                q_start: self.q_start + from - first,
+                q_len: to - from,
+                k_start: self.k_start + start,
+                k_len: to - start,
+            }
+        })
+    }
+
     /// Returns the keys (relative to `k_start`) that query `i` sees: `from..to`.
     fn visible(&self, i: usize, window: Option<usize>) -> (usize, usize) {
         let to = self.k_len - self.q_len + i + 1;
@@ -169,6 +185,19 @@ mod tests {
 
     use super::*;
     use crate::runtime::rng::RngStream;
+
+    #[test]
+    fn blocks_count_from_the_first_key() {
+        let parts = |span: Span| span.in_chunks(4).collect::<Vec<_>>();
+        let whole = [Span::sequence(5, 4), Span::sequence(9, 4), Span::sequence(13, 2)];
+        assert_eq!(parts(Span::sequence(5, 10)), whole);
+        assert_eq!(parts(Span::sequence(5, 0)), []);
+        // Three tokens after six others.
+        let later = Span { q_start: 0, q_len: 3, k_start: 0, k_len: 9 };
+        let first = Span { q_start: 0, q_len: 2, k_start: 4, k_len: 4 };
+        let second = Span { q_start: 2, q_len: 1, k_start: 8, k_len: 1 };
+        assert_eq!(parts(later), [first, second]);
+    }
 
     /// Other devices use the composed form with tiles of queries; on the CPU only this test does.
     #[test]

@@ -14,6 +14,7 @@ use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_no
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
+use crate::ops::xielu::{xielu, xielu_backward};
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
@@ -36,6 +37,8 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         gated_backward(shapes),
         activated(shapes),
         activated_backward(shapes),
+        curved(shapes),
+        curved_backward(shapes),
         dropped(shapes),
         residual_sum(shapes),
         scaled_copy(shapes),
@@ -215,6 +218,26 @@ fn activated_backward(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(shapes.bytes(4 * n * f), what, move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, f))?, inputs.normal(1.0, (n, f))?)))?;
         sets.calls(move |(x, dh)| activate_backward(x, dh, PlainActivation::Gelu).map(drop))
+    })
+}
+
+fn curved(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    TimedOp::moving(shapes.bytes(2 * n * f), ("xielu", format!("{n}x{f}"), shapes.dtype), move |inputs| {
+        let (sets, curve) =
+            (inputs.sets(|_| inputs.normal(1.0, (n, f)))?, inputs.normal_as(DType::F32, 0.5, 4)?);
+        sets.calls(move |x| xielu(x, &curve).map(drop))
+    })
+}
+
+/// Like [`activated_backward`], with the gradients of the curvatures.
+fn curved_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    let what = ("xielu_backward", format!("{n}x{f}, trained"), shapes.dtype);
+    TimedOp::moving(shapes.bytes(4 * n * f), what, move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, f))?, inputs.normal(1.0, (n, f))?)))?;
+        let (curve, dcurve) = (inputs.normal_as(DType::F32, 0.5, 4)?, inputs.zeros(2)?);
+        sets.calls(move |(x, dh)| xielu_backward(x, dh, &curve, Some(&dcurve)).map(drop))
     })
 }
 

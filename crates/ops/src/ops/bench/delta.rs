@@ -8,7 +8,7 @@ use super::attention::packed;
 use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
-use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
+use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::gated_delta::{DeltaHeads, DeltaInputs, DeltaParamGrads, gated_delta, gated_delta_backward};
 use crate::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut};
@@ -100,7 +100,7 @@ fn convolved(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(shapes.bytes(2 * n * width), what, move |inputs| {
         let (w, spans) = (inputs.normal(0.5, (width, TAPS))?, spans.clone());
         let x = inputs.sets(|_| inputs.normal(1.0, (n, width)))?;
-        x.calls(move |x| causal_conv(ColumnView::all(x), &w, &spans, None).map(drop))
+        x.calls(move |x| causal_conv(ColumnView::all(x), ConvWeight::silu(&w), &spans, None).map(drop))
     })
 }
 
@@ -115,7 +115,8 @@ fn convolved_gradients(shapes: &BenchShapes) -> TimedOp {
             Ok([one()?, one()?, one()?])
         })?;
         sets.calls(move |[x, dy, dx]| {
-            causal_conv_backward(ColumnView::all(x), &w, dy, &spans, Some(&dw), ColumnViewMut::all(dx))
+            let (conv, to) = (ConvWeight::silu(&w), ColumnViewMut::all(dx));
+            causal_conv_backward(ColumnView::all(x), conv, dy, &spans, Some(&dw), to)
         })
     })
 }

@@ -7,13 +7,19 @@ use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, Router, RouterScores, balance_experts, choose_experts, choose_experts_backward,
-    combine_rows, scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertRows, Router, RouterScores, SUM_OFFSET, balance_experts, choose_experts,
+    choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
 };
 
 const EXPERTS: usize = 128;
-const ROUTER: Router =
-    Router { chosen: 8, scores: RouterScores::Softmax, renormalize: true, groups: None, factor: 1.0 };
+const ROUTER: Router = Router {
+    chosen: 8,
+    scores: RouterScores::Softmax,
+    renormalize: true,
+    groups: None,
+    factor: 1.0,
+    sum_offset: SUM_OFFSET,
+};
 const WIDTH: usize = 768;
 const F32_BYTES: usize = 4;
 

@@ -1,6 +1,6 @@
 //! Cases of the causal convolution.
 
-use super::{causal_conv, causal_conv_backward, reference, reference_backward};
+use super::{ConvWeight, causal_conv, causal_conv_backward, reference, reference_backward};
 use crate::error::Result;
 use crate::ops::attention::Span;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
@@ -18,6 +18,7 @@ pub(in crate::ops) struct ConvCase {
     /// Columns of the buffers besides the channels.
     pub(in crate::ops) margin: usize,
     pub(in crate::ops) trained: bool,
+    pub(in crate::ops) has_silu: bool,
 }
 
 /// Returns sequences of these lengths, with a gap of rows after each.
@@ -32,14 +33,17 @@ pub(in crate::ops) fn packed(lengths: &[usize], gap: usize) -> Vec<Span> {
 /// Returns the cases of packed sequences and of a generation.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for (lengths, gap, channels, taps, trained) in [
-        (&[1usize, 70, 3, 2][..], 0, 40, 4, true),
-        (&[150], 0, 520, 4, true),
-        (&[5, 66], 2, 37, 2, false),
-        (&[9, 1], 4, 24, 4, true),
+    for (lengths, gap, channels, taps, trained, has_silu) in [
+        (&[1usize, 70, 3, 2][..], 0, 40, 4, true, true),
+        (&[150], 0, 520, 4, true, true),
+        (&[5, 66], 2, 37, 2, false, true),
+        (&[9, 1], 4, 24, 4, true, true),
+        (&[2, 71, 1], 1, 33, 3, true, false),
+        (&[80, 5], 0, 36, 4, true, false),
     ] {
-        let case = ConvCase { lengths: lengths.to_vec(), gap, channels, taps, margin: 11, trained };
-        cases.extend(case.cases(&format!("rows of {lengths:?}, {channels} channels, {taps} taps")));
+        let case = ConvCase { lengths: lengths.to_vec(), gap, channels, taps, margin: 11, trained, has_silu };
+        let silu = if has_silu { "" } else { ", without SiLU" };
+        cases.extend(case.cases(&format!("rows of {lengths:?}, {channels} channels, {taps} taps{silu}")));
     }
     cases
 }
@@ -72,17 +76,21 @@ impl ConvCase {
         ColumnView { tensor, start: self.margin / 2, len: self.channels }
     }
 
+    fn conv<'a>(&self, weight: &'a candle_core::Tensor) -> ConvWeight<'a> {
+        ConvWeight { weight, has_silu: self.has_silu }
+    }
+
     fn forward(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let ([x, w], spans) = (self.inputs(runner)?, packed(&self.lengths, self.gap));
-        let got = causal_conv(self.view(&x.here), &w.here, &spans, None)?;
-        Ok(vec![TensorPair::new(got, reference(self.view(&x.plain), &w.plain, &spans, None)?)])
+        let got = causal_conv(self.view(&x.here), self.conv(&w.here), &spans, None)?;
+        Ok(vec![TensorPair::new(got, reference(self.view(&x.plain), self.conv(&w.plain), &spans, None)?)])
     }
 
     fn generation(&self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let ([x, w], spans) = (self.inputs(runner)?, packed(&[self.rows()], 0));
         let state = runner.normal("state", (self.taps - 1, self.channels))?;
-        let got = causal_conv(self.view(&x.here), &w.here, &spans, Some(&state.here))?;
-        let want = reference(self.view(&x.plain), &w.plain, &spans, Some(&state.plain))?;
+        let got = causal_conv(self.view(&x.here), self.conv(&w.here), &spans, Some(&state.here))?;
+        let want = reference(self.view(&x.plain), self.conv(&w.plain), &spans, Some(&state.plain))?;
         Ok(vec![TensorPair::new(got, want), state.pair()])
     }
 
@@ -94,9 +102,9 @@ impl ConvCase {
         let trained = |grad| self.trained.then_some(grad);
         let to = |tensor| ColumnViewMut { tensor, start: self.margin - self.margin / 2, len: self.channels };
         let (view, dw) = (self.view(&x.here), trained(&dweight.here));
-        causal_conv_backward(view, &w.here, &dy.here, &spans, dw, to(&dx.here))?;
+        causal_conv_backward(view, self.conv(&w.here), &dy.here, &spans, dw, to(&dx.here))?;
         let (view, dw) = (self.view(&x.plain), trained(&dweight.plain));
-        reference_backward(view, &w.plain, &dy.plain, &spans, dw, to(&dx.plain))?;
+        reference_backward(view, self.conv(&w.plain), &dy.plain, &spans, dw, to(&dx.plain))?;
         Ok(vec![dx.pair(), dweight.pair()])
     }
 }

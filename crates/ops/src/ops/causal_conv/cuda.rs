@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::KERNEL_TAPS;
+use super::{ConvWeight, KERNEL_TAPS};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
@@ -19,7 +19,7 @@ const ROWS: usize = 64;
 
 /// Returns true if kernels support these inputs.
 pub(super) fn is_supported(x: ColumnView<'_>, weight: &Tensor) -> bool {
-    are_supported(x.tensor, weight) && weight.dims().last() == Some(&KERNEL_TAPS)
+    are_supported(x.tensor, weight) && weight.dims().last().is_some_and(|taps| KERNEL_TAPS.contains(taps))
 }
 
 fn blocks(channels: usize, parts: usize) -> Result<LaunchShape> {
@@ -30,7 +30,7 @@ fn blocks(channels: usize, parts: usize) -> Result<LaunchShape> {
 pub(super) fn forward(
     driver: &dyn Driver,
     x: ColumnView<'_>,
-    weight: &Tensor,
+    ConvWeight { weight, has_silu }: ConvWeight<'_>,
     spans: &[Span],
     state: Option<&TensorMut>,
 ) -> Result<Tensor> {
@@ -42,11 +42,14 @@ pub(super) fn forward(
     let shape = blocks(x.len, rows.div_ceil(of_block.max(1)))?;
     let (count, channels) = (number(rows)?, number(x.len)?);
     let (stride, of_block) = (number(width)?, number(of_block)?);
+    let (taps, silu) = (number(weight.dim(1)?)?, u32::from(has_silu));
     macro_rules! launch {
         ($kernel:ident) => {{
             let (x, weight, places) = (In::columns(&x)?, In::all(weight)?, In::all(&tables.places)?);
             let (state, y) = (InOut::optional(state.map(|state| &**state))?, Out::all(&y)?);
-            kernels::$kernel(driver, shape, x, weight, places, state, y, count, channels, stride, of_block)?
+            kernels::$kernel(
+                driver, shape, x, weight, places, state, y, count, channels, stride, of_block, taps, silu,
+            )?
         }};
     }
     match (x.tensor.dtype(), weight.dtype()) {
@@ -61,25 +64,27 @@ pub(super) fn forward(
 pub(super) fn backward(
     driver: &dyn Driver,
     [x, dy]: [ColumnView<'_>; 2],
-    weight: &Tensor,
+    ConvWeight { weight, has_silu }: ConvWeight<'_>,
     spans: &[Span],
     dweight: Option<&TensorMut>,
     dx: ColumnViewMut<'_>,
 ) -> Result<()> {
     let ((rows, width), device) = (x.tensor.dims2()?, x.tensor.device());
     let tables = SpanTables::of(spans, rows, device)?;
-    let parts = rows.div_ceil(ROWS);
-    let partial = dweight.map(|_| empty(parts, x.len * KERNEL_TAPS, DType::F32, device)).transpose()?;
+    let (parts, taps) = (rows.div_ceil(ROWS), weight.dim(1)?);
+    let partial = dweight.map(|_| empty(parts, x.len * taps, DType::F32, device)).transpose()?;
     let shape = blocks(x.len, parts)?;
     let (count, channels) = (number(rows)?, number(x.len)?);
     let (stride, dx_stride) = (number(width)?, number(dx.tensor.dim(1)?)?);
+    let (taps, silu) = (number(taps)?, u32::from(has_silu));
     macro_rules! launch {
         ($kernel:ident) => {{
             let (x, weight, dy) = (In::columns(&x)?, In::all(weight)?, In::columns(&dy)?);
             let (places, dx) = (In::all(&tables.places)?, Out::columns(&dx.as_view())?);
             let partial = Out::optional(partial.as_deref())?;
             kernels::$kernel(
-                driver, shape, x, weight, dy, places, dx, partial, count, channels, stride, dx_stride,
+                driver, shape, x, weight, dy, places, dx, partial, count, channels, stride, dx_stride, taps,
+                silu,
             )?
         }};
     }

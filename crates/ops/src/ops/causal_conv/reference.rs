@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
+use super::ConvWeight;
 use crate::error::Result;
 use crate::ops::attention::Span;
 use crate::ops::glu::Activation;
@@ -11,7 +12,7 @@ use crate::runtime::TensorMut;
 /// The definition of [`super::causal_conv`].
 pub(crate) fn reference(
     x: ColumnView<'_>,
-    weight: &Tensor,
+    ConvWeight { weight, has_silu }: ConvWeight<'_>,
     spans: &[Span],
     state: Option<&TensorMut>,
 ) -> Result<Tensor> {
@@ -32,7 +33,8 @@ pub(crate) fn reference(
             state.slice_set(&last.contiguous()?, 0, 0)?;
         }
         parts.push(gap(span.q_start - end)?);
-        parts.push(sums(&inputs, &by_tap)?.silu()?);
+        let sums = sums(&inputs, &by_tap)?;
+        parts.push(if has_silu { sums.silu()? } else { sums });
         end = span.q_start + span.q_len;
     }
     parts.push(gap(rows - end)?);
@@ -46,7 +48,7 @@ pub(crate) fn reference(
 /// The backward formula in candle's primitives.
 pub(crate) fn reference_backward(
     x: ColumnView<'_>,
-    weight: &Tensor,
+    ConvWeight { weight, has_silu }: ConvWeight<'_>,
     dy: &Tensor,
     spans: &[Span],
     dweight: Option<&TensorMut>,
@@ -59,8 +61,11 @@ pub(crate) fn reference_backward(
     let zeros = Tensor::zeros((taps - 1, channels), DType::F32, device)?;
     for span in spans.iter().filter(|span| span.q_len > 0) {
         let inputs = Tensor::cat(&[zeros.clone(), rows_of(x, span)?], 0)?;
-        let (_, slope) = Activation::Silu.reference_value_and_slope(&sums(&inputs, &by_tap)?)?;
-        let ds = (slope * rows_of(ColumnView::all(dy), span)?)?;
+        let mut ds = rows_of(ColumnView::all(dy), span)?;
+        if has_silu {
+            let (_, slope) = Activation::Silu.reference_value_and_slope(&sums(&inputs, &by_tap)?)?;
+            ds = (slope * ds)?;
+        }
         // The same sum over the rows after a row, in reverse order of the taps.
         let after = Tensor::cat(&[ds.clone(), zeros.clone()], 0)?;
         let reversed: Vec<Tensor> =

@@ -3,9 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{
-    ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, balance_experts, balance_reference,
-    choice_reference, choice_reference_backward, choose_experts, choose_experts_backward, combine_reference,
-    combine_rows, scale_reference, scale_reference_backward, scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, SUM_OFFSET, balance_experts,
+    balance_reference, choice_reference, choice_reference_backward, choose_experts, choose_experts_backward,
+    combine_reference, combine_rows, scale_reference, scale_reference_backward, scale_rows,
+    scale_rows_backward,
 };
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
@@ -51,7 +52,8 @@ pub(in crate::ops) fn router(
     let groups =
         fits.then(|| ExpertGroups { count: groups, chosen: of_token(chosen.div_ceil(experts / groups)) });
     let scores = if is_sigmoid { RouterScores::Sigmoid } else { RouterScores::Softmax };
-    Router { chosen, scores, renormalize, groups, factor: if is_sigmoid { 2.0 } else { 1.0 } }
+    let (factor, sum_offset) = if is_sigmoid { (2.0, 0.25) } else { (1.0, SUM_OFFSET) };
+    Router { chosen, scores, renormalize, groups, factor, sum_offset }
 }
 
 /// Returns forward, backward and auxiliary loss of a router, whose choice may have a bias.

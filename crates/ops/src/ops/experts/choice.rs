@@ -11,9 +11,6 @@ use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Added to the sum of sigmoids that divides them.
-const SUM_OFFSET: f32 = 1e-20;
-
 /// Chooses the experts of each token by `logits: [N, E]`: `[N, k]` u32, with weights in f32. The
 /// choice is by score plus `bias`, `[E]` f32. Of equal experts the first ones count.
 ///
@@ -125,7 +122,7 @@ fn choose_of_row(
     }
     let sum = match (has_nan, router.renormalize) {
         (true, _) => f32::NAN,
-        (false, true) => weights.iter().sum::<f32>() + SUM_OFFSET,
+        (false, true) => weights.iter().sum::<f32>() + router.sum_offset,
         (false, false) => 1.0,
     };
     weights.iter_mut().for_each(|weight| *weight = *weight / sum * router.factor);
@@ -230,7 +227,7 @@ pub(crate) fn reference(logits: &Tensor, bias: Option<&Tensor>, router: Router) 
     let ids = keys.arg_sort_last_dim(false)?.narrow(D::Minus1, 0, router.chosen)?.contiguous()?;
     let all = scores.gather(&ids, D::Minus1)?;
     let weights = if router.renormalize {
-        let sum = all.sum_keepdim(D::Minus1)?.affine(1.0, f64::from(SUM_OFFSET))?;
+        let sum = all.sum_keepdim(D::Minus1)?.affine(1.0, f64::from(router.sum_offset))?;
         all.broadcast_div(&sum)?
     } else {
         all

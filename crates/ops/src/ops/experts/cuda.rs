@@ -38,9 +38,10 @@ pub(super) fn choose(
             let (logits, bias) = (In::all(logits)?, In::optional(bias)?);
             let (ids, weights) = (Out::all(&ids)?, Out::all(&weights)?);
             let [flags, groups, of_token] = settings(router)?;
-            let factor = router.factor;
+            let (factor, offset) = (router.factor, router.sum_offset);
             kernels::$kernel(
                 driver, shape, logits, bias, ids, weights, rows, experts, k, flags, groups, of_token, factor,
+                offset,
             )?
         }};
     }

@@ -23,7 +23,7 @@ pub use balance::balance_experts;
 pub(crate) use balance::reference as balance_reference;
 pub use choice::{choose_experts, choose_experts_backward};
 pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
-pub use order::{ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, RowsOfExpert};
+pub use order::{ExpertChoice, ExpertGroups, ExpertRows, Router, RouterScores, RowsOfExpert, SUM_OFFSET};
 pub(crate) use rows::{combine_reference, scale_reference, scale_reference_backward};
 pub use rows::{combine_rows, scale_rows, scale_rows_backward};
 

@@ -21,7 +21,13 @@ pub struct Router {
     pub groups: Option<ExpertGroups>,
     /// Factor on the weights.
     pub factor: f32,
+    /// Added to the sum of a token's scores that divides them if `renormalize` is true, for scores
+    /// that are sigmoids, have a bias or are in groups.
+    pub sum_offset: f32,
 }
+
+/// The usual [`Router::sum_offset`] (DeepSeek-V3).
+pub const SUM_OFFSET: f32 = 1e-20;
 
 /// The function of a token's logits that gives the scores of its experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +51,14 @@ pub struct ExpertGroups {
 impl Router {
     /// Returns a router of softmax scores that chooses `chosen` of all experts.
     pub fn softmax(chosen: usize, renormalize: bool) -> Self {
-        Router { chosen, scores: RouterScores::Softmax, renormalize, groups: None, factor: 1.0 }
+        Router {
+            chosen,
+            scores: RouterScores::Softmax,
+            renormalize,
+            groups: None,
+            factor: 1.0,
+            sum_offset: SUM_OFFSET,
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
 use crate::ops::attention_sinks::{attention_sinks, attention_sinks_backward};
-use crate::ops::causal_conv::{causal_conv, causal_conv_backward};
+use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
 };
@@ -25,6 +25,7 @@ use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::xielu::{xielu, xielu_backward};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
 use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
@@ -121,6 +122,9 @@ fn elements(dtype: DType) -> Result<()> {
     glu_backward(&gate_up, &h, Activation::Silu)?;
     activate(&x, PlainActivation::Relu2)?;
     activate_backward(&x, &h, PlainActivation::Relu2)?;
+    let (curve, dcurve) = (gain(4)?, gain(2)?);
+    xielu(&x, &curve)?;
+    xielu_backward(&x, &h, &curve, Some(&dcurve))?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::add_into(&x, &h)
@@ -143,8 +147,8 @@ fn linear_attention_of_no_tokens(dtype: DType) -> Result<()> {
     let (x, dx, weight, dweight) =
         (zeros(0, 64, dtype)?, zeros(0, 64, dtype)?, zeros(64, 4, dtype)?, zeros(64, 4, DType::F32)?);
     let (view, to) = (ColumnView::all(&x), ColumnViewMut::all(&dx));
-    let qkv = causal_conv(view, &weight, &[], None)?;
-    causal_conv_backward(view, &weight, &qkv, &[], Some(&dweight), to)?;
+    let qkv = causal_conv(view, ConvWeight::silu(&weight), &[], None)?;
+    causal_conv_backward(view, ConvWeight::silu(&weight), &qkv, &[], Some(&dweight), to)?;
     let (a, b, da, db) = (zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?, zeros(0, 2, dtype)?);
     let (param, grad) = (gain(2)?, gain(2)?);
     let [a, b] = [&a, &b].map(|gates| ColumnView::all(gates));

@@ -254,6 +254,11 @@ pub(super) mod array {
     /// Computes `x · y + sum`, rounded once if [`FUSED`], else twice.
     #[inline(always)]
     pub(super) fn multiply_add(x: Vector, y: Vector, sum: Vector) -> Vector {
-        std::array::from_fn(|i| if FUSED { x[i].mul_add(y[i], sum[i]) } else { x[i] * y[i] + sum[i] })
+        let mut sums = sum;
+        // The dev profile calls the closure of `from_fn` for each number.
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = if FUSED { x[i].mul_add(y[i], *sum) } else { x[i] * y[i] + *sum };
+        }
+        sums
     }
 }

@@ -13,6 +13,7 @@ use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+use crate::ops::xielu;
 
 /// Returns the outcomes of every case on the emulator, run by `schedule`.
 fn outcomes(schedule: EmulatorSchedule) -> Vec<CaseOutcome> {
@@ -86,6 +87,8 @@ fn every_op_passes() {
         "scale_columns",
         "scale_rows_backward",
         "score_rows",
+        "xielu_backward",
+        "xielu_bf16",
     ] {
         assert!(launched.iter().any(|kernel| kernel.starts_with(op)), "{op} is not among {launched:?}");
     }
@@ -173,6 +176,9 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             activate_backward(&x.here, &dh, kind)?;
             check("activate", &dh, &activate(&x.here, kind)?)?;
         }
+        let (dh, curve) = (runner.normal("dh", (5, width))?.here, xielu::cases::curve(&Device::Cpu)?);
+        xielu::xielu_backward(&x.here, &dh, &curve, None)?;
+        check("xielu", &dh, &xielu::xielu(&x.here, &curve)?)?;
         Ok(())
     };
     for (dtype, width) in [(DType::F32, 64), (DType::BF16, 64), (DType::F32, 38), (DType::BF16, 38)] {

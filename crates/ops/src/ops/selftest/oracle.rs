@@ -3,15 +3,16 @@
 //! follows (candle-nn's fused norm, rope and softmax cut it). A gradient that is missing, zero or
 //! not finite fails.
 
+mod activations;
+
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
 use crate::error::Result;
-use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::attention_sinks;
 use crate::ops::case::TensorPair;
-use crate::ops::causal_conv;
 use crate::ops::causal_conv::cases::packed;
+use crate::ops::causal_conv::{self, ConvWeight};
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
@@ -275,27 +276,17 @@ fn sinks_of_attention() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn activations_without_a_gate() -> Result<()> {
-    for activation in activation::cases::KINDS {
-        let (x, dh) = (var("x", (9, 12))?, normal("dh", (9, 12))?);
-        let h = match activation {
-            PlainActivation::Relu2 => x.relu()?.powf(2.0)?,
-            PlainActivation::Gelu => x.gelu_erf()?,
-            PlainActivation::GeluTanh => x.gelu()?,
-        };
-        close("h", &activation::reference(&x, activation)?, &h)?;
-        let [want] = pulled(&h, &dh, [&x])?;
-        close("dx", &activation::reference_backward(&x, &dh, activation)?, &want)?;
-    }
-    Ok(())
-}
-
 /// The tape goes from each token's experts, weighted and summed, to the router's logits.
 #[test]
 fn weighted_experts() -> Result<()> {
     let groups = Some(ExpertGroups { count: 3, chosen: 2 });
-    let sigmoid = Router { scores: RouterScores::Sigmoid, groups, factor: 2.5, ..Router::softmax(3, true) };
+    let sigmoid = Router {
+        scores: RouterScores::Sigmoid,
+        groups,
+        factor: 2.5,
+        sum_offset: 0.25,
+        ..Router::softmax(3, true)
+    };
     let grouped = Router { groups, factor: 1.5, ..Router::softmax(3, true) };
     for router in [
         Router::softmax(3, false),
@@ -314,7 +305,8 @@ fn weighted_experts() -> Result<()> {
             RouterScores::Sigmoid => candle_nn::ops::sigmoid(&logits)?,
         };
         let all = scores.gather(&choice.ids, 1)?;
-        let weights = if renormalize { all.broadcast_div(&all.sum_keepdim(1)?)? } else { all };
+        let sum = (all.sum_keepdim(1)? + f64::from(router.sum_offset))?;
+        let weights = if renormalize { all.broadcast_div(&sum)? } else { all };
         let weights = (weights * f64::from(router.factor))?;
         close("weights", &choice.weights, &weights)?;
         // Row r of x is the copy that stands there.
@@ -367,16 +359,20 @@ fn causal_convolutions() -> Result<()> {
             let weights = w.narrow(1, taps - 1 - (n - m), 1)?.t()?;
             sum = (sum + x.narrow(0, m, 1)?.mul(&weights)?)?;
         }
-        rows.push((&sum / (sum.neg()?.exp()? + 1.0)?)?);
+        rows.push(sum);
     }
-    let y = Tensor::cat(&rows, 0)?;
+    let sums = Tensor::cat(&rows, 0)?;
+    let silu = (&sums / (sums.neg()?.exp()? + 1.0)?)?;
     let view = ColumnView::all(&x);
-    close("y", &causal_conv::reference(view, &w, &spans, None)?, &y)?;
-    let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
-    let (dx, dw) = (zeros((15, channels))?, zeros((channels, taps))?);
-    causal_conv::reference_backward(view, &w, &dy, &spans, Some(&dw), ColumnViewMut::all(&dx))?;
-    close("dx", &dx, &want_dx)?;
-    close("dw", &dw, &want_dw)
+    for (conv, y) in [(ConvWeight::silu(&w), silu), (ConvWeight::plain(&w), sums)] {
+        close("y", &causal_conv::reference(view, conv, &spans, None)?, &y)?;
+        let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
+        let (dx, dw) = (zeros((15, channels))?, zeros((channels, taps))?);
+        causal_conv::reference_backward(view, conv, &dy, &spans, Some(&dw), ColumnViewMut::all(&dx))?;
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -32,7 +32,7 @@ use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{
     activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
-    rms_norm,
+    rms_norm, xielu,
 };
 use crate::quant::QuantFormat;
 
@@ -169,6 +169,14 @@ proptest! {
     }
 
     #[test]
+    fn xielus(
+        (spread, trained) in (select(&[0.05, 1.0, 20.0][..]), any::<bool>()),
+        (shape, run) in ((1..40_usize, widths(8)), runs()),
+    ) {
+        check(xielu::cases::shaped("", spread, shape, trained), run, "xielu")?;
+    }
+
+    #[test]
     fn activations(
         kind in select(&activation::cases::KINDS[..]),
         spread in select(&[1.0, 20.0][..]),
@@ -241,8 +249,9 @@ proptest! {
     fn causal_convolutions(
         (lengths, gap, channels) in (vec(1..90_usize, 1..4), 0..3_usize, widths(1)),
         (margin, trained, run) in (0..20_usize, any::<bool>(), runs()),
+        (taps, has_silu) in (3..5_usize, any::<bool>()),
     ) {
-        let case = ConvCase { lengths, gap, channels, taps: 4, margin, trained };
+        let case = ConvCase { lengths, gap, channels, taps, margin, trained, has_silu };
         check(case.cases(""), run, "causal_conv")?;
     }
 
