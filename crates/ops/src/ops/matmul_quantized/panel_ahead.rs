@@ -4,8 +4,8 @@
 use candle_core::{DType, Tensor};
 
 use super::{Quantized, cuda};
-use crate::error::{Error, Result};
-use crate::ops::gpu::{WorkBeside, driver_of};
+use crate::error::{DeviceFault, Error, Result};
+use crate::ops::gpu::{Driver, WorkBeside, driver_of};
 use crate::quant::RunMeaning;
 use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};
@@ -26,19 +26,28 @@ pub struct PanelAhead {
 impl PanelAhead {
     /// Starts to dequantize stacked whole matrices of one width to `dtype`, `[Σ out, in]`, as
     /// [`super::dequantize`] does, after all work that the device has so far. Returns none if the
-    /// device has no second queue, or no kernel for it.
+    /// device has no second queue, no kernel for it, or not enough memory for a panel more: the
+    /// product then makes its own.
     ///
     /// # Errors
-    /// Fails if a run is missing, or the device has not enough memory.
+    /// Fails if a run is missing, or the driver refuses the work.
     pub fn start(weights: &[&Quantized], dtype: DType) -> Result<Option<Self>> {
         let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
         let codes = first.run(RunMeaning::Codes)?;
         let Some(driver) = driver_of(codes).filter(|_| cuda::is_supported(weights, dtype)) else {
             return Ok(None);
         };
+        match Self::start_by(driver, weights, dtype) {
+            Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => Ok(None),
+            started => started,
+        }
+    }
+
+    fn start_by(driver: &dyn Driver, weights: &[&Quantized], dtype: DType) -> Result<Option<Self>> {
         let panel = cuda::unwritten(weights, dtype)?;
+        let sources = cuda::sources(weights)?;
         let _span = span(|| SpanInfo::op("dequantize").detail("ahead").dims(panel.dims()));
-        let end = driver.beside(&mut |second| cuda::fill(second, weights, &panel))?;
+        let end = driver.beside(&mut |second| cuda::fill(second, &sources, &panel))?;
         let weights = weights.iter().map(|weight| (*weight).clone()).collect();
         Ok(end.map(|end| PanelAhead { panel, _weights: weights, end: Some(end) }))
     }

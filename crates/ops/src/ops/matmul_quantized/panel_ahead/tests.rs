@@ -8,6 +8,7 @@ use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::ops::matmul_quantized::cases::{FORMATS, quantized};
 use crate::ops::matmul_quantized::dequantize;
+use crate::quant::QuantFormat;
 
 thread_local! {
     static CALLS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
@@ -22,7 +23,11 @@ fn call(what: &'static str) {
 struct Noted {
     two: bool,
     fails: bool,
+    /// The failure of work on the second queue.
+    fault: Option<DeviceFault>,
 }
+
+const TWO: &Noted = &Noted { two: true, fails: false, fault: None };
 
 #[derive(Debug)]
 struct Second;
@@ -37,11 +42,16 @@ impl Driver for Noted {
         Ok(())
     }
 
+    fn note_upload(&self, _: usize) {
+        call("upload");
+    }
+
     fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
         if !self.two {
             return Ok(None);
         }
         call("follow");
+        self.fault.map_or(Ok(()), |fault| Err(Error::of_fault(fault, "a planned failure")))?;
         work(&Second)?;
         Ok(Some(Box::new(End { fails: self.fails })))
     }
@@ -73,37 +83,75 @@ impl WorkBeside for End {
     }
 }
 
-/// Runs `work` on a driver; returns the calls.
-fn calls(driver: &'static Noted, work: impl FnOnce(Option<PanelAhead>)) -> Vec<&'static str> {
+/// Starts a panel of two matrices of `format` on a driver for `work`; returns the calls.
+fn calls_of(
+    format: QuantFormat,
+    driver: &'static Noted,
+    work: impl FnOnce(Option<PanelAhead>),
+) -> Vec<&'static str> {
     CALLS.take();
     let runner = CaseRunner { device: &Device::Cpu, dtype: DType::BF16, first: 1 };
-    let weights = quantized(&runner, FORMATS[0], (96, 64)).unwrap();
+    let weights = quantized(&runner, format, (96, 72)).unwrap();
     let weights: Vec<_> = weights.iter().collect();
     with_host_driver(driver, || work(PanelAhead::start(&weights, DType::BF16).unwrap()));
     CALLS.take()
 }
 
+/// Works like [`calls_of`] for one format, without uploads, which the first use of a thread has.
+fn calls(driver: &'static Noted, work: impl FnOnce(Option<PanelAhead>)) -> Vec<&'static str> {
+    let mut calls = calls_of(FORMATS[0], driver, work);
+    calls.retain(|call| *call != "upload");
+    calls
+}
+
+/// The second queue waits for nothing that the first gets later, so the tables of a thread's first
+/// panel are there before.
+#[test]
+fn tables_are_uploaded_before_the_second_queue_follows() {
+    for format in FORMATS {
+        // A thread without tables.
+        let of_first_use = move || calls_of(format, TWO, |panel| drop(panel.unwrap().finish().unwrap()));
+        let first = std::thread::spawn(of_first_use).join().unwrap();
+        let follow = first.iter().position(|call| *call == "follow").unwrap();
+        let (before, after) = first.split_at(follow);
+        assert!(!before.is_empty() && before.iter().all(|call| *call == "upload"), "{format:?}: {first:?}");
+        assert_eq!(after, ["follow", "second", "second", "join"], "{format:?}");
+    }
+}
+
 #[test]
 fn a_panel_is_waited_for_once_before_it_is_read_or_freed() {
-    const TWO: &Noted = &Noted { two: true, fails: false };
     let started = ["follow", "second", "second"];
     let waited = [&started[..], &["join"]].concat();
     let used = calls(TWO, |panel| {
         let panel = panel.unwrap().finish().unwrap();
-        assert_eq!((panel.dims(), CALLS.with_borrow(Vec::len)), (&[192, 64][..], 4));
+        assert_eq!(panel.dims(), [192, 72]);
+        assert_eq!(CALLS.with_borrow(|calls| calls.last().copied()), Some("join"));
     });
     assert_eq!(used, waited);
     let dropped = calls(TWO, |panel| {
-        assert_eq!(CALLS.with_borrow(Clone::clone), started);
+        assert_eq!(CALLS.with_borrow(|calls| calls.last().copied()), Some("second"));
         drop(panel);
     });
     assert_eq!(dropped, waited);
     // Memory that may still be in use is not freed, and the error is the caller's.
-    const BROKEN: &Noted = &Noted { two: true, fails: true };
+    const BROKEN: &Noted = &Noted { two: true, fails: true, ..*TWO };
     let broken = calls(BROKEN, |panel| assert!(panel.unwrap().finish().is_err()));
     assert_eq!(broken, [&waited[..], &["join"]].concat());
-    const ONE: &Noted = &Noted { two: false, fails: false };
+    const ONE: &Noted = &Noted { two: false, ..*TWO };
     assert!(calls(ONE, |panel| assert!(panel.is_none())).is_empty());
+}
+
+/// A panel more than fits is not made ahead; other failures are the caller's.
+#[test]
+fn without_memory_a_product_makes_its_own_panel() {
+    const FULL: &Noted = &Noted { fault: Some(DeviceFault::OutOfMemory), ..*TWO };
+    assert_eq!(calls(FULL, |panel| assert!(panel.is_none())), ["follow"]);
+    const BROKEN: &Noted = &Noted { fault: Some(DeviceFault::Kernel), ..*TWO };
+    let runner = CaseRunner { device: &Device::Cpu, dtype: DType::BF16, first: 1 };
+    let weights = quantized(&runner, FORMATS[0], (96, 72)).unwrap();
+    let started = with_host_driver(BROKEN, || PanelAhead::start(&[&weights[0]], DType::BF16));
+    assert_eq!(started.unwrap_err().device_fault(), Some(DeviceFault::Kernel));
 }
 
 /// Panels of all formats have the bits of those made at once, however late the second queue is.
