@@ -17,6 +17,23 @@ use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
+/// Groups of layers outside experts, in the order of their products in forward and in backward.
+const FORWARD_ORDER: [LinearGroup; 6] = [
+    LinearGroup::Qkv,
+    LinearGroup::QUp,
+    LinearGroup::KvUp,
+    LinearGroup::O,
+    LinearGroup::GateUp,
+    LinearGroup::Down,
+];
+const BACKWARD_ORDER: [LinearGroup; 6] = [
+    LinearGroup::Down,
+    LinearGroup::GateUp,
+    LinearGroup::O,
+    LinearGroup::QUp,
+    LinearGroup::KvUp,
+    LinearGroup::Qkv,
+];
 /// Bytes that NCCL holds on a GPU for a communicator: buffers of its channels and connections. An
 /// assumption: users report 0.3 to 1.5 GB on hosts of 8 GPUs.
 pub(crate) const COMMUNICATOR: u64 = 500_000_000;
@@ -216,15 +233,7 @@ impl BlockStep<'_> {
             of_channels.iter_mut().for_each(|bytes| *bytes += beside);
         }
         let stages = of_tokens.into_iter().chain(of_channels);
-        let groups = [
-            LinearGroup::Qkv,
-            LinearGroup::QUp,
-            LinearGroup::KvUp,
-            LinearGroup::O,
-            LinearGroup::GateUp,
-            LinearGroup::Down,
-        ];
-        let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
+        let kept = FORWARD_ORDER.into_iter().filter(|group| self.keeps_panel(*group));
         stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
     }
 
@@ -430,19 +439,24 @@ impl BlockStep<'_> {
     /// Returns the bytes of the panel that a second queue makes from the product of `group` on, for
     /// the next product that dequantizes, as in `model::PanelsAhead`.
     fn panel_ahead(&self, group: LinearGroup, in_backward: bool) -> u64 {
-        use LinearGroup::{Down, GateUp, KvUp, O, QUp, Qkv};
-        let order =
-            if in_backward { [Down, GateUp, O, QUp, KvUp, Qkv] } else { [Qkv, QUp, KvUp, O, GateUp, Down] };
+        let order = if in_backward { BACKWARD_ORDER } else { FORWARD_ORDER };
         let Some(place) = order.iter().position(|product| *product == group) else { return 0 };
-        let dequantizes = |group: &&LinearGroup| {
-            self.is_one_panel(**group)
-                && !self.has_fp8(**group)
-                && !self.keeps_panel(**group)
-                && self.dequantized(**group) > 0
-        };
+        let dequantizes = |group: &&LinearGroup| self.dequantizes(**group);
         let (begun, later) = order.split_at(place + 1);
         let next = later.iter().find(dequantizes).filter(|_| begun.iter().any(|group| dequantizes(&group)));
         next.map_or(0, |group| self.dequantized(*group))
+    }
+
+    /// True if a product of the group makes one panel for itself.
+    fn dequantizes(&self, group: LinearGroup) -> bool {
+        let is_one = self.is_one_panel(group) && !self.has_fp8(group);
+        is_one && !self.keeps_panel(group) && self.dequantized(group) > 0
+    }
+
+    /// True if the panel of a group's forward is made during the product before it.
+    fn is_made_ahead(&self, group: LinearGroup) -> bool {
+        let first = FORWARD_ORDER.into_iter().find(|group| self.dequantizes(*group));
+        self.dequantizes(group) && FORWARD_ORDER.contains(&group) && first != Some(group)
     }
 
     /// Returns the bytes beside input and output during the forward of a group.
@@ -454,7 +468,9 @@ impl BlockStep<'_> {
         if self.has_dora(group) {
             return panel + dropped + ahead;
         }
-        panel.max(dropped) + self.shared_a(group) + ahead
+        // Branches come before a product of weights, and after a panel that was made ahead.
+        let both = if self.is_made_ahead(group) { panel + dropped } else { panel.max(dropped) };
+        both + self.shared_a(group) + ahead
     }
 
     /// Returns the sum of the ranks of a group's adapters.

@@ -432,6 +432,7 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
         (0.0, Mode::Dora, 0),
         (0.1, Mode::Dora, 1),
         (0.1, Mode::Qlora, 2),
+        (0.1, Mode::Qlora, 3),
         (0.1, Mode::Lora, 3),
         (0.0, Mode::QloraCopy, 4),
         (0.0, Mode::QloraFp8, 2),

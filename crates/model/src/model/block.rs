@@ -109,6 +109,12 @@ impl BlockWeights {
         of_tokens.into_iter().chain(self.channel_mixer.products()).collect()
     }
 
+    /// Returns the same without `down_proj`, which [`recompute`] leaves out.
+    fn products_of_recompute(&self) -> Vec<&MergedLinear> {
+        let of_tokens = self.token_mixer.products(false);
+        of_tokens.into_iter().chain(self.channel_mixer.products_of_recompute()).collect()
+    }
+
     /// Returns the same in the order of their products in backward. Without `need_dx` the first
     /// layer of the block has none.
     fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
@@ -360,10 +366,7 @@ pub fn recompute(
         return forward(config, layer, w, x, context, None).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
-    let mut products = w.products();
-    // That of `down_proj`.
-    products.pop();
-    let panels = PanelsAhead::new(panels_of(products), x);
+    let panels = PanelsAhead::new(panels_of(w.products_of_recompute()), x);
     let pass = LayerPass { config, layer, context, panels: Some(&panels) };
     let token = token_half(pass, w, x, None)?;
     let h = channel_input(pass, x, &token.y);

@@ -302,6 +302,19 @@ impl<'a> Part<'a> {
         Ok(BaseWeights { values, codes })
     }
 
+    /// Multiplies by the weights, and frees a panel of them: branches with dropout may follow.
+    fn multiply(
+        &mut self,
+        dst: ColumnViewMut<'_>,
+        a: ColumnView<'_>,
+        form: Transpose,
+        added: Addend<'_>,
+    ) -> Result<()> {
+        let done = self.base()?.multiply(dst, a, form, added);
+        self.panel = None;
+        done
+    }
+
     /// Returns the first column and the width of each layer's output, relative to the part.
     fn columns(&self) -> Result<Vec<(usize, usize)>> {
         let mut start = 0;
@@ -316,7 +329,7 @@ impl<'a> Part<'a> {
     /// Writes the outputs to the columns from `start` on, plus `added`. Returns the column after
     /// the last.
     fn forward(
-        &self,
+        mut self,
         x: &Tensor,
         (y, start): (&TensorMut, usize),
         added: Addend<'_>,
@@ -346,9 +359,9 @@ impl<'a> Part<'a> {
             saved.0.push(Some(down));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
-            let base = |added| self.base()?.multiply(all, ColumnView::all(x), Transpose::Nt, added);
+            let base = |part: &mut Self, added| part.multiply(all, ColumnView::all(x), Transpose::Nt, added);
             if !branches_first {
-                base(added)?;
+                base(&mut self, added)?;
             }
             let added = if branches_first { added } else { Addend::Destination };
             for ((lora, down), columns) in loras.iter().zip(downs).zip(&columns) {
@@ -360,7 +373,7 @@ impl<'a> Part<'a> {
                 saved.0.push((*lora).map(through).transpose()?);
             }
             if branches_first {
-                base(Addend::Destination)?;
+                base(&mut self, Addend::Destination)?;
             }
         }
         for (layer, columns) in self.layers.iter().zip(&columns) {
@@ -375,7 +388,7 @@ impl<'a> Part<'a> {
     /// `pending`. Adds to `dx`, or writes it unless `added`, the gradient through its layers of the
     /// columns of `dy` from `start` on. Returns the column after the last.
     fn backward(
-        &self,
+        mut self,
         saved: &[Option<BranchSaved>],
         (dy, start): (&Tensor, usize),
         dx: Option<(&TensorMut, Addend<'_>)>,
@@ -408,13 +421,13 @@ impl<'a> Part<'a> {
             let branches_first = has_kernels(dy.device())
                 && branches().all(|branch| branch.is_some_and(|(lora, _)| writes_first(lora)));
             let mut dx = dx;
-            let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
+            let base = |part: &mut Self, dx: Option<(&TensorMut, Addend<'_>)>| {
                 dx.map_or(Ok(()), |(dx, added)| {
-                    self.base()?.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
+                    part.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
                 })
             };
             if !branches_first {
-                base(dx)?;
+                base(&mut self, dx)?;
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             for (branch, columns) in branches().zip(&columns) {
@@ -427,7 +440,7 @@ impl<'a> Part<'a> {
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             if branches_first {
-                base(dx)?;
+                base(&mut self, dx)?;
             }
         }
         self.add_gradients((dy, start), pending)
@@ -587,8 +600,8 @@ pub(super) fn backward_parts<'a>(
     for part in linear.parts(dy.device(), has_dora, panel)? {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
         let of_part = &saved[layer..layer + part.layers.len()];
+        layer += of_part.len();
         start = part.backward(of_part, (dy, start), dx, &mut pending)?;
-        layer += part.layers.len();
     }
     Ok(pending)
 }

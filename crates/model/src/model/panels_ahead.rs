@@ -15,6 +15,12 @@ use crate::ops::matmul_quantized::{PanelAhead, Quantized};
 /// The matrices of one panel, stacked.
 pub(super) type PanelWeights<'a> = Vec<&'a Quantized>;
 
+#[cfg(test)]
+thread_local! {
+    /// Addresses of the first weights of this thread's products, in their order.
+    pub(super) static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
 /// The products with frozen quantized weights in a pass over a block.
 #[derive(Debug)]
 pub(super) struct PanelsAhead<'a> {
@@ -38,6 +44,8 @@ impl<'a> PanelsAhead<'a> {
     /// # Errors
     /// The device has not enough memory, or an operation of it failed.
     pub(super) fn take(&self, weights: &[&Quantized]) -> Result<Option<Tensor>> {
+        #[cfg(test)]
+        TAKEN.with_borrow_mut(|taken| taken.extend(weights.first().map(|of| std::ptr::from_ref(*of).addr())));
         let is_this = |product: &PanelWeights<'_>| match (&product[..], weights) {
             ([known, ..], [first, ..]) => std::ptr::eq(*known, *first),
             _ => false,

@@ -50,6 +50,15 @@ impl ChannelMixerWeights {
         }
     }
 
+    /// Returns the same without the product that [`ChannelMixerWeights::recompute`] leaves out.
+    pub(super) fn products_of_recompute(&self) -> Vec<&MergedLinear> {
+        let mut all = self.products();
+        if matches!(self, ChannelMixerWeights::GatedMlp(_) | ChannelMixerWeights::PlainMlp(_)) {
+            all.pop();
+        }
+        all
+    }
+
     /// Returns the layers whose dequantized panels serve recomputing and backward. Recomputing
     /// multiplies by `down_proj` only if its output `is_read`.
     pub(super) fn panels(&mut self, is_read: bool) -> Vec<&mut MergedLinear> {

@@ -44,6 +44,7 @@ impl TokenMixerWeights {
                 (&latent.attention.qkv, latent.ups().collect(), &latent.attention.o)
             }
             TokenMixerWeights::GatedDelta(delta) => (&delta.input, Vec::new(), &delta.out),
+            TokenMixerWeights::ShortConv(conv) => (&conv.input, Vec::new(), &conv.out),
         };
         let (first, last) = if in_backward { (last, first) } else { (first, last) };
         std::iter::once(first).chain(ups).chain([last]).collect()
