@@ -149,7 +149,7 @@ const SIZE: FigureRange = FigureRange::new(0.001, 1e6);
 /// Speeds, in 10^9 bytes or 10^12 operations a second.
 const SPEED: FigureRange = FigureRange::new(0.001, 1e6);
 /// Compute capabilities of GPUs.
-const CAPABILITY: FigureRange = FigureRange::new(1.0, 100.0);
+const CAPABILITY: FigureRange = FigureRange::new(1.0, 20.0);
 /// Most devices of a host, and most hosts.
 const MOST_DEVICES: usize = 100_000;
 /// Most devices of all hosts.

@@ -115,13 +115,15 @@ pub(crate) fn engine_on(
             .because("`model.dtype` is \"bf16\", not supported by this device; accepted: auto, f32")
             .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
     }
+    let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
     let DeviceSheet { name, .. } = &hardware.device;
+    // As in a run, another dtype is refused first, by `StepInputs::check`.
     if recipe.train.base_products == BaseProducts::Fp8
+        && engine.dtype == DType::BF16
         && let Some(capability) = hardware.device.capability()
     {
         device::check_fp8_of(name, name, capability)?;
     }
-    let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
     engine.traits = if hardware.device.processor { DeviceTraits::CPU } else { DeviceTraits::GPU };
     Ok(engine)
 }

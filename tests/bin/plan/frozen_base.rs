@@ -69,10 +69,18 @@ fn products_in_fp8_need_a_card_that_has_them() {
     };
     let why = "the own has compute capability 8.6";
     assert!(refused(&place, &own("compute_capability = 8.6\n")).contains(why));
-    assert!(refused(&place, &own("compute_capability = 890\n")).contains("`compute_capability` is 890.0"));
+    // The number of a compiler's target is not a capability.
+    for number in ["80", "890"] {
+        let error = refused(&place, &own(&format!("compute_capability = {number}\n")));
+        assert!(error.contains(&format!("`compute_capability` is {number}.0")), "{error}");
+    }
     for on in [[&fp8[..], &["4090"]].concat(), own("compute_capability = 12.0\n"), own("")] {
         assert_eq!(plan(&place, "1B", &on)["dtype"], "bf16");
     }
+    // Without bf16 the run's dtype is the first obstacle, not the card's capability.
+    let error = refused(&place, &[&fp8[..], &["8xV100-32GB"]].concat());
+    assert!(error.contains("the run computes in f32; accepted beside fp8: bf16"), "{error}");
+    assert!(!error.contains("products are then in bf16"), "{error}");
     let in_f32 = [&fp8[..], &["H100-80GB", "--set", "model.dtype=f32"]].concat();
     assert!(refused(&place, &in_f32).contains("the run computes in f32; accepted beside fp8: bf16"));
 }
