@@ -39,6 +39,9 @@ const SYNC_VARIABLE: &str = "FINETUNE_CUDA_SYNC";
 /// One stream of one GPU.
 pub(super) struct CudaDriver {
     stream: Arc<CudaStream>,
+    /// The stream on which all memory is allocated and freed: the same one, or that of the first
+    /// queue.
+    of_memory: Arc<CudaStream>,
     /// True if the binary has code for this GPU.
     runs_code: bool,
     /// True if products of e4m3 take scales of rows.
@@ -96,6 +99,7 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
         let scales_rows = capability.is_ok_and(scales_rows);
         let key = DriverHandle(stream.cu_stream());
         let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
+            of_memory: stream.clone(),
             stream,
             runs_code,
             scales_rows,
@@ -124,17 +128,22 @@ fn compute_capability(stream: &CudaStream) -> Result<(i32, i32), DriverError> {
     Ok((number(MAJOR)?, number(MINOR)?))
 }
 
+/// Returns the error of a call for a stream; the host `waits` after each launch or not.
+fn failed(stream: &CudaStream, waits: bool, doing: &str, error: &DriverError) -> Error {
+    let ordinal = stream.context().ordinal();
+    let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
+    match (error.device_fault(), waits) {
+        (Some(DeviceFault::Kernel), true) => error.hint("please report this message"),
+        (Some(DeviceFault::Kernel), false) => {
+            error.because("a GPU reports faults late: an earlier kernel may have caused this one")
+        }
+        _ => error,
+    }
+}
+
 impl CudaDriver {
     fn failed(&self, doing: String, error: DriverError) -> Error {
-        let ordinal = self.stream.context().ordinal();
-        let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
-        match (error.device_fault(), self.waits) {
-            (Some(DeviceFault::Kernel), true) => error.hint("please report this message"),
-            (Some(DeviceFault::Kernel), false) => {
-                error.because("a GPU reports faults late: an earlier kernel may have caused this one")
-            }
-            _ => error,
-        }
+        failed(&self.stream, self.waits, &doing, &error)
     }
 
     /// Waits for all launched work if each launch is synchronous.
@@ -148,7 +157,7 @@ impl CudaDriver {
     /// Runs `call`, and once again with an empty memory pool if the GPU is out of memory: modules
     /// and libraries allocate outside the pool.
     fn with_room<T>(&self, kind: PlannedFailure, call: impl FnMut() -> Result<T>) -> Result<T> {
-        with_room(kind, || make_room_on(&self.stream), call)
+        with_room(kind, || make_room_on(&self.of_memory), call)
     }
 
     /// Returns the driver of a second queue of the GPU. Both live as long as the process.
@@ -161,6 +170,7 @@ impl CudaDriver {
         Ok(self.second.get_or_init(|| {
             Box::leak(Box::new(CudaDriver {
                 stream,
+                of_memory: self.of_memory.clone(),
                 runs_code: self.runs_code,
                 scales_rows: self.scales_rows,
                 waits: self.waits,
@@ -279,8 +289,8 @@ impl Driver for CudaDriver {
         self.with_room(PlannedFailure::Module, || {
             let function = self.function(kernel, shape.shared_bytes)?;
             // SAFETY: `build.rs` generated the call from the kernel's signature, so the arguments
-            // have the declared types. The tensors behind them are freed on this stream, after the
-            // kernel.
+            // have the declared types. The tensors behind them are freed on the stream of memory,
+            // after the kernel: it is this stream, or waits for this one before (`beside.rs`).
             let launched = unsafe {
                 let stream = self.stream.cu_stream();
                 result::launch_kernel(
@@ -322,7 +332,7 @@ impl Driver for CudaDriver {
         self.bind()?;
         let queues = Queues { first: self, second: self.second()? };
         let end = launch_beside(&queues, || work(queues.second))?;
-        Ok(Some(Box::new(End { of: end, first: self.stream.clone() })))
+        Ok(Some(Box::new(End { of: end, first: self.stream.clone(), waits: self.waits })))
     }
 
     fn preload(&self) -> Result<()> {
@@ -370,11 +380,13 @@ impl TwoQueues for Queues<'_> {
 struct End {
     of: CudaEvent,
     first: Arc<CudaStream>,
+    /// True if the host waits after each launch.
+    waits: bool,
 }
 
 impl WorkBeside for End {
     fn join(&self) -> Result<()> {
         let joined = self.first.context().bind_to_thread().and_then(|()| self.first.wait(&self.of));
-        joined.map_err(|error| Error::of_device("cannot order two streams of a GPU", &error.to_string()))
+        joined.map_err(|error| failed(&self.first, self.waits, "order two streams", &error))
     }
 }

@@ -45,48 +45,34 @@ pub struct GpuWork {
     pub uploaded_bytes: u64,
     /// Number of times the host waited to read a result.
     pub waits: u64,
-    /// Largest number of launches and products since the process began that the host had not waited
-    /// for.
+    /// Largest number of launches and products of one queue since the process began that the host
+    /// had not waited for.
     pub most_ahead: u64,
 }
 
 impl std::ops::Sub for GpuWork {
     type Output = GpuWork;
     fn sub(self, before: GpuWork) -> GpuWork {
-        let most_ahead = self.most_ahead;
-        GpuWork { most_ahead, ..self.with(before, |a, b| a - b, |a, b| a - b) }
-    }
-}
-
-impl std::ops::Add for GpuWork {
-    type Output = GpuWork;
-    fn add(self, other: GpuWork) -> GpuWork {
-        let most_ahead = self.most_ahead.max(other.most_ahead);
-        GpuWork { most_ahead, ..self.with(other, |a, b| a + b, |a, b| a + b) }
+        GpuWork {
+            launches: self.launches - before.launches,
+            launches_beside: self.launches_beside - before.launches_beside,
+            gemms: self.gemms - before.gemms,
+            kernel_bytes: self.kernel_bytes - before.kernel_bytes,
+            bytes_beside: self.bytes_beside - before.bytes_beside,
+            gemm_bytes: self.gemm_bytes - before.gemm_bytes,
+            thin_bytes: self.thin_bytes - before.thin_bytes,
+            gemm_flops: self.gemm_flops - before.gemm_flops,
+            thin_flops: self.thin_flops - before.thin_flops,
+            fp8_flops: self.fp8_flops - before.fp8_flops,
+            attention_flops: self.attention_flops - before.attention_flops,
+            uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
+            waits: self.waits - before.waits,
+            most_ahead: self.most_ahead,
+        }
     }
 }
 
 impl GpuWork {
-    /// Combines each count with that of `other`.
-    fn with(self, other: GpuWork, whole: fn(u64, u64) -> u64, real: fn(f64, f64) -> f64) -> GpuWork {
-        GpuWork {
-            launches: whole(self.launches, other.launches),
-            launches_beside: whole(self.launches_beside, other.launches_beside),
-            gemms: whole(self.gemms, other.gemms),
-            kernel_bytes: whole(self.kernel_bytes, other.kernel_bytes),
-            bytes_beside: whole(self.bytes_beside, other.bytes_beside),
-            gemm_bytes: whole(self.gemm_bytes, other.gemm_bytes),
-            thin_bytes: whole(self.thin_bytes, other.thin_bytes),
-            gemm_flops: real(self.gemm_flops, other.gemm_flops),
-            thin_flops: real(self.thin_flops, other.thin_flops),
-            fp8_flops: real(self.fp8_flops, other.fp8_flops),
-            attention_flops: real(self.attention_flops, other.attention_flops),
-            uploaded_bytes: whole(self.uploaded_bytes, other.uploaded_bytes),
-            waits: whole(self.waits, other.waits),
-            most_ahead: self.most_ahead,
-        }
-    }
-
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
     /// per second, twice as many of e4m3. Attention is bound by operations, thin products and
     /// kernels by memory, and other products with the launches beside them by the slower of the
@@ -104,9 +90,8 @@ impl GpuWork {
 struct WorkCounter {
     work: GpuWork,
     busy: bool,
-    queue: QueueLimit<u64>,
-    /// Launches and products that the host has waited for.
-    finished: u64,
+    first: Queue,
+    second: Queue,
     /// Arguments of the launches on the second queue for which the first has not waited, with the
     /// number of their work.
     beside: Vec<(u64, Arg)>,
@@ -114,27 +99,45 @@ struct WorkCounter {
     pieces: u64,
 }
 
-impl WorkCounter {
-    /// Counts a launch or a product in the queue, whose length is limited as on a GPU.
-    fn queued(&mut self) {
-        self.busy = true;
-        let all = self.work.launches + self.work.gemms;
-        self.work.most_ahead = self.work.most_ahead.max(all - self.finished);
-        let finished = &mut self.finished;
+/// One of the queues of a GPU.
+#[derive(Default)]
+struct Queue {
+    limit: QueueLimit<u64>,
+    /// Its launches and products.
+    all: u64,
+    /// Those that the host has waited for.
+    finished: u64,
+}
+
+impl Queue {
+    /// Counts a launch or a product in the queue, whose length is limited as on a GPU. Returns how
+    /// many the host has not waited for.
+    fn queued(&mut self) -> u64 {
+        self.all += 1;
+        let (all, finished) = (self.all, &mut self.finished);
+        let ahead = all - *finished;
         let wait = |mark| {
             *finished = (*finished).max(mark);
             Ok(())
         };
-        let Ok(()) = self.queue.launched::<Infallible>(|| Ok(all), wait);
+        let Ok(()) = self.limit.launched::<Infallible>(|| Ok(all), wait);
+        ahead
     }
 }
 
 impl WorkCounter {
-    /// Counts a launch.
-    fn launched(&mut self, args: &[Arg]) {
+    /// Counts a launch or a product in the first or the second queue.
+    fn queued(&mut self, beside: bool) {
+        self.busy = true;
+        let ahead = if beside { self.second.queued() } else { self.first.queued() };
+        self.work.most_ahead = self.work.most_ahead.max(ahead);
+    }
+
+    /// Counts a launch in the first or the second queue.
+    fn launched(&mut self, args: &[Arg], beside: bool) {
         self.work.launches += 1;
         self.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
-        self.queued();
+        self.queued(beside);
     }
 
     /// Refuses work of the first queue that uses memory which the second writes, or writes what it
@@ -179,7 +182,7 @@ impl Driver for LaunchCounter {
             return Ok(());
         }
         with_requested(|asked| {
-            asked.launched(args);
+            asked.launched(args, false);
             asked.check_order(kernel.name, args)
         })
     }
@@ -205,7 +208,7 @@ impl Driver for LaunchCounter {
                 asked.work.thin_bytes += moved;
                 asked.work.thin_flops += flops;
             }
-            asked.queued();
+            asked.queued(false);
             Ok(())
         })
     }
@@ -231,7 +234,9 @@ impl Driver for LaunchCounter {
     fn note_read(&self) {
         with_requested(|asked| {
             asked.work.waits += u64::from(std::mem::take(&mut asked.busy));
-            asked.finished = asked.work.launches + asked.work.gemms;
+            for queue in [&mut asked.first, &mut asked.second] {
+                queue.finished = queue.all;
+            }
         });
     }
 }
@@ -250,7 +255,7 @@ impl Driver for SecondQueue {
         with_requested(|asked| {
             asked.work.launches_beside += 1;
             asked.work.bytes_beside += args.iter().map(|arg| arg.moved).sum::<u64>();
-            asked.launched(args);
+            asked.launched(args, true);
             asked.beside.extend(args.iter().map(|arg| (self.piece, *arg)));
         });
         Ok(())
@@ -287,6 +292,20 @@ mod tests {
         let before = LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok();
         end.map_or(Ok(()), |end| end.join())?;
         Ok([before, LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok()])
+    }
+
+    /// Each queue has a limit of its own, as each stream of a GPU has.
+    #[test]
+    fn the_queues_are_limited_one_by_one() {
+        let mut asked = WorkCounter::default();
+        for _ in 0..1000 {
+            asked.launched(&[], false);
+            asked.launched(&[], true);
+        }
+        let ahead = [&asked.first, &asked.second].map(|queue| queue.all - queue.finished);
+        assert_eq!((asked.work.launches, ahead[0]), (2000, ahead[1]));
+        // Four marks behind 64 launches each.
+        assert_eq!((asked.work.most_ahead, ahead[0] < 256), (256, true));
     }
 
     #[test]
