@@ -120,9 +120,10 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             }
             if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
                 let text = "is \"loftq\", which needs a quantized base";
-                let hint = match recipe.model.dequantize {
-                    true => "add `[quantization]`, or remove `init`",
-                    false => "add `[quantization]` and remove `model.dequantize`, or remove `init`",
+                let hint = if recipe.model.dequantize {
+                    "add `[quantization]`, or remove `init`"
+                } else {
+                    "add `[quantization]` and remove `model.dequantize`, or remove `init`"
                 };
                 found.push(KeyConflict::new("adapter", "init", text, hint));
             }
