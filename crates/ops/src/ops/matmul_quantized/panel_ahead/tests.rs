@@ -91,9 +91,9 @@ fn calls_of(
 ) -> Vec<&'static str> {
     CALLS.take();
     let runner = CaseRunner { device: &Device::Cpu, dtype: DType::BF16, first: 1 };
-    let weights = quantized(&runner, format, (96, 72)).unwrap();
+    let weights = quantized(&runner, format, (96, 72)).expect("a matrix");
     let weights: Vec<_> = weights.iter().collect();
-    with_host_driver(driver, || work(PanelAhead::start(&weights, DType::BF16).unwrap()));
+    with_host_driver(driver, || work(PanelAhead::start(&weights, DType::BF16).expect("a start")));
     CALLS.take()
 }
 
@@ -111,7 +111,7 @@ fn tables_are_uploaded_before_the_second_queue_follows() {
     for format in FORMATS {
         // A thread without tables.
         let of_first_use = move || calls_of(format, TWO, |panel| drop(panel.unwrap().finish().unwrap()));
-        let first = std::thread::spawn(of_first_use).join().unwrap();
+        let first = finetune_core::threads::start("first use", of_first_use).unwrap().join().unwrap();
         let follow = first.iter().position(|call| *call == "follow").unwrap();
         let (before, after) = first.split_at(follow);
         assert!(!before.is_empty() && before.iter().all(|call| *call == "upload"), "{format:?}: {first:?}");
