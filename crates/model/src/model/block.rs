@@ -50,6 +50,7 @@ use super::composition::PerLayerInput;
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
+use super::panels_ahead::{PanelWeights, PanelsAhead};
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
@@ -116,6 +117,31 @@ impl BlockWeights {
         mixers.chain(self.per_layer.iter_mut().flat_map(PerLayerWeights::linears))
     }
 
+    /// Returns the linear layers of [`forward_from`] outside experts in the order of their
+    /// products.
+    fn products(&self) -> Vec<&MergedLinear> {
+        let mixers = self.token_mixer.products(false).into_iter().chain(self.channel_mixer.products());
+        mixers.chain(self.per_layer.iter().flat_map(PerLayerWeights::products)).collect()
+    }
+
+    /// Returns the same without `down_proj`, for blocks of which [`recompute`] leaves it out.
+    fn products_of_recompute(&self) -> Vec<&MergedLinear> {
+        let of_tokens = self.token_mixer.products(false);
+        of_tokens.into_iter().chain(self.channel_mixer.products_of_recompute()).collect()
+    }
+
+    /// Returns the same in the order of their products in backward. Without `need_dx` the first
+    /// layer of the block has none.
+    fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
+        let of_input = self.per_layer.iter().flat_map(PerLayerWeights::products);
+        let of_channels = of_input.rev().chain(self.channel_mixer.products().into_iter().rev());
+        let mut all: Vec<_> = of_channels.chain(self.token_mixer.products(true)).collect();
+        if !need_dx && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
+            all.pop();
+        }
+        all
+    }
+
     /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
@@ -151,6 +177,11 @@ impl BlockWeights {
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
+}
+
+/// Returns the weights of the products that dequantize them.
+fn panels_of(products: Vec<&MergedLinear>) -> impl Iterator<Item = PanelWeights<'_>> {
+    products.into_iter().filter_map(MergedLinear::quantized)
 }
 
 /// The inputs of a micro-batch that all blocks share.
@@ -192,12 +223,14 @@ struct LayerPass<'a> {
     config: &'a ModelConfig,
     layer: usize,
     context: &'a BlockContext<'a>,
+    /// The panels of its products, if they are made ahead.
+    panels: Option<&'a PanelsAhead<'a>>,
 }
 
-impl LayerPass<'_> {
-    /// Returns the settings of the block's adapters in its forward.
-    fn branch(&self) -> BranchContext {
-        BranchContext { adapter: self.context.adapter, source: self.source() }
+impl<'a> LayerPass<'a> {
+    /// Returns the settings of the block's linear layers.
+    fn branch(&self) -> BranchContext<'a> {
+        BranchContext { adapter: self.context.adapter, source: self.source(), panels: self.panels }
     }
 
     /// Returns the dropout stream of the block's adapters.
@@ -316,7 +349,7 @@ pub fn forward(
     carried: &mut Carried,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
-    let pass = LayerPass { config, layer, context };
+    let pass = LayerPass { config, layer, context, panels: None };
     if let Some(model) = w.per_layer.as_ref().and_then(|part| part.model.as_ref()) {
         let rows = carried.per_layer.take().ok_or_else(|| Error::internal("no rows of per-layer inputs"))?;
         carried.per_layer = Some(model.inputs(pass, x, &rows)?);
@@ -333,6 +366,9 @@ fn forward_from(
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
     let (mut release, config) = (ReleaseSpan::default(), pass.config);
+    let panels = PanelsAhead::new(panels_of(w.products()), x);
+    // Generation has its memory for keys and values.
+    let pass = LayerPass { panels: cache.is_none().then_some(&panels), ..pass };
     let token = token_half(pass, w, x, (carried, cache))?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
@@ -370,13 +406,15 @@ pub fn recompute(
     context: &BlockContext<'_>,
     carried: &Carried,
 ) -> Result<BlockSaved> {
-    let pass = LayerPass { config, layer, context };
+    let pass = LayerPass { config, layer, context, panels: None };
     // The state stays as the forward has left it: keys and values that this block keeps are in it.
     let mut carried = carried.clone();
     if w.channel_norms.after.is_some() || w.per_layer.is_some() {
         return forward_from(pass, w, x, &mut carried, None).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
+    let panels = PanelsAhead::new(panels_of(w.products_of_recompute()), x);
+    let pass = LayerPass { panels: Some(&panels), ..pass };
     let token = token_half(pass, w, x, (&mut carried, None))?;
     let h = channel_input(pass, x, &token.y);
     let normed = w.channel_norms.input(config, h)?;
@@ -469,7 +507,8 @@ pub fn backward(
     state: &mut CarriedBackward<'_>,
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
+    let panels = PanelsAhead::new(panels_of(w.products_of_backward(need_dx)), dy);
+    let pass = LayerPass { config, layer, context, panels: Some(&panels) };
     let dy = &times_output_factor(w, dy.clone())?;
     let dy = match (&w.per_layer, &saved.per_layer) {
         (Some(part), Some(saved)) => &part.backward(pass, saved, dy, state)?,

@@ -234,8 +234,8 @@ impl GatedDeltaWeights {
         saved: &GatedDeltaSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (source, GatedDeltaSaved { projected, delta, .. }) = (pass.source(), saved);
-        let (dnormed, pending) = linear::backward(&self.out, &saved.lora_out, &dout, source)?;
+        let (branch, GatedDeltaSaved { projected, delta, .. }) = (pass.branch(), saved);
+        let (dnormed, pending) = linear::backward(&self.out, &saved.lora_out, &dout, branch)?;
         if pending.reads_input() {
             pending.add(&self.normed(pass, projected, delta)?)?;
         }
@@ -245,7 +245,7 @@ impl GatedDeltaWeights {
             dprojected = columns_of(&dprojected, &KeyHeadOrder::new(self.mixer.heads).to_heads)?;
         }
         let (saved, draw) = (&saved.lora_input, TensorMut::new(dprojected));
-        let (dinput, pending) = linear::backward_first(&self.input, saved, &draw, source, need_dx)?;
+        let (dinput, pending) = linear::backward_first(&self.input, saved, &draw, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 

@@ -124,8 +124,8 @@ impl ShortConvWeights {
         saved: &ShortConvSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (source, spans) = (pass.source(), pass.context.spans);
-        let (dproduct, pending) = linear::backward(&self.out, &saved.lora_out, &dout, source)?;
+        let (branch, spans) = (pass.branch(), pass.context.spans);
+        let (dproduct, pending) = linear::backward(&self.out, &saved.lora_out, &dout, branch)?;
         drop(dout);
         let GatedInputs { b, c, x } = GatedInputs::of(&saved.projected)?;
         let gated = (&b * &x)?;
@@ -143,7 +143,7 @@ impl ShortConvWeights {
         let dgated = dgated.into_tensor();
         let draw = TensorMut::new(Tensor::cat(&[(&dgated * x)?, dc, (dgated * b)?], 1)?);
         let (dinput, pending) =
-            linear::backward_first(&self.input, &saved.lora_input, &draw, source, need_dx)?;
+            linear::backward_first(&self.input, &saved.lora_input, &draw, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 

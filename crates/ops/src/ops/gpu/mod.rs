@@ -11,6 +11,7 @@
 )]
 
 mod args;
+mod beside;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cublas;
@@ -38,6 +39,7 @@ use half::bf16;
 
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
+pub(crate) use self::beside::WorkBeside;
 pub(crate) use self::constant::constant;
 pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
@@ -174,6 +176,19 @@ pub(crate) trait Driver: std::fmt::Debug {
     /// Returns whether a product of e4m3 takes a scale for each row of both operands.
     fn scales_rows(&self) -> bool {
         true
+    }
+
+    /// Calls `work` with a driver that launches on a second queue of the device: after all work
+    /// launched so far, and beside later work. Returns its end; none if the device has one queue,
+    /// and `work` was not called.
+    ///
+    /// # Errors
+    /// Fails if `work` does, or the driver refuses the second queue. Nothing of `work` runs then.
+    fn beside(
+        &self,
+        _work: &mut dyn FnMut(&dyn Driver) -> Result<()>,
+    ) -> Result<Option<Box<dyn WorkBeside>>> {
+        Ok(None)
     }
 
     /// Announces that the next launch is attention with this many floating-point operations.
