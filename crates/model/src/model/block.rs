@@ -44,6 +44,8 @@ pub use short_conv::{ConvState, ShortConvWeights};
 pub use token_mixer::{BlockCache, TokenMixerWeights};
 pub use xielu::XieluWeights;
 
+use std::borrow::Cow;
+
 use candle_core::{DType, Tensor};
 
 use super::composition::PerLayerInput;
@@ -231,6 +233,12 @@ impl<'a> LayerPass<'a> {
     /// Returns the settings of the block's linear layers.
     fn branch(&self) -> BranchContext<'a> {
         BranchContext { adapter: self.context.adapter, source: self.source(), panels: self.panels }
+    }
+
+    /// Returns the sequences of `tokens` tokens for a mixer with a state: those of the batch, or one
+    /// that `continues` an earlier state.
+    fn spans(&self, continues: bool, tokens: usize) -> Cow<'a, [Span]> {
+        if continues { vec![Span::sequence(0, tokens)].into() } else { self.context.spans.into() }
     }
 
     /// Returns the dropout stream of the block's adapters.
