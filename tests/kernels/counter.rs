@@ -104,12 +104,14 @@ const PRODUCTS: u64 = FORWARD_PRODUCTS + 4 + 7 + 7 + 4 + 4;
 /// Products that recomputing repeats: those of forward without `down_proj` and its B.
 const RECOMPUTED_PRODUCTS: u64 = FORWARD_PRODUCTS - 2;
 
-/// Launches of a block's forward in QLoRA: two norms, a rotation, attention, a gate, and the
-/// dequantization of seven weights.
-const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7;
+/// Copies of the A of q, k and v, and of gate and up, each to one matrix.
+const COPIES: u64 = 3 + 2;
+/// Launches of a block's forward in QLoRA: two norms, a rotation, attention, a gate, the
+/// dequantization of seven weights, and the copies.
+const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7 + COPIES;
 /// Launches of a block's step. Backward has no launches for the gate and the norms themselves,
 /// which the launches of their gradients compute again.
-const LAUNCHES: u64 = 34;
+const LAUNCHES: u64 = 34 + 2 * COPIES;
 /// Launches that recomputing repeats: backward reads the same dequantized weights.
 const RECOMPUTED_LAUNCHES: u64 = FORWARD_LAUNCHES - 7;
 /// Launches of a block's forward on the second queue, beside the products: the dequantization of all

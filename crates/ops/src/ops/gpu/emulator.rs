@@ -18,6 +18,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
+use super::recorder::{note_launch, note_product};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
@@ -151,10 +152,12 @@ impl Driver for Emulator {
         if shape.is_empty() {
             return Ok(());
         }
+        note_launch(kernel, shape, args);
         with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        note_product(gemm);
         with_room(PlannedFailure::Product, || Ok(()), || multiply(gemm))
     }
 

@@ -30,6 +30,8 @@ mod preload;
 pub(crate) mod probe;
 #[cfg(any(feature = "cuda", feature = "kernel-emu"))]
 mod queue_limit;
+#[cfg(feature = "kernel-emu")]
+mod recorder;
 mod transfer;
 #[cfg(feature = "kernel-emu")]
 mod work_counter;
@@ -46,6 +48,8 @@ pub(crate) use self::gemm::Gemm;
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
 pub(crate) use self::transfer::{read, upload};
+#[cfg(feature = "kernel-emu")]
+pub use self::recorder::{RecordedWork, record};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
 use crate::error::{Error, Result};
