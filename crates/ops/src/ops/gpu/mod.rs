@@ -47,9 +47,9 @@ pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
-pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::recorder::{RecordedWork, record};
+pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
 use crate::error::{Error, Result};

@@ -16,7 +16,7 @@ thread_local! {
 #[derive(Debug)]
 enum Piece {
     Launch { kernel: Kernel, shape: LaunchShape, args: Vec<Arg> },
-    Product(Gemm),
+    Product(Box<Gemm>),
 }
 
 /// Launches and products in their order.
@@ -38,11 +38,15 @@ pub(super) fn note_launch(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) {
 
 /// Notes a product.
 pub(super) fn note_product(gemm: &Gemm) {
-    note(|| Piece::Product(*gemm));
+    note(|| Piece::Product(Box::new(*gemm)));
 }
 
 fn note(piece: impl FnOnce() -> Piece) {
-    RECORDED.with_borrow_mut(|recorded| recorded.iter_mut().for_each(|work| work.push(piece())));
+    RECORDED.with_borrow_mut(|recorded| {
+        if let Some(work) = recorded {
+            work.push(piece());
+        }
+    });
 }
 
 impl RecordedWork {
@@ -51,7 +55,8 @@ impl RecordedWork {
     pub fn lines(&self) -> Vec<String> {
         let line = |piece: &Piece| match piece {
             Piece::Launch { kernel, shape, args } => launch_text(kernel, *shape, args),
-            Piece::Product(Gemm { a, b, d, transposed, operands, result, alpha, beta, .. }) => {
+            Piece::Product(gemm) => {
+                let Gemm { a, b, d, transposed, operands, result, alpha, beta, .. } = &**gemm;
                 let [a, b, d] = [a, b, d].map(|of| (of.rows, of.cols, of.leading));
                 format!("{d:?} {result:?} = {alpha} {a:?} {b:?} {transposed:?} {operands:?} + {beta}")
             }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::model::panels_ahead::TAKEN;
 use crate::ops::matmul_quantized::{Quantized, QuantizedRun};
-use crate::quant::{QuantBuffer, QuantFormat, QuantScheme as _, RunDtype};
+use crate::quant::{QuantBuffer, QuantFormat, RunDtype};
 use crate::recipe::enums::QuantKind;
 
 /// A token mixer with latents, which is not among [`MODELS`], before an MLP.
