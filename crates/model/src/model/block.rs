@@ -24,6 +24,7 @@ mod latent;
 mod mlp_and_experts;
 mod per_layer;
 mod plain_mlp;
+mod products;
 mod shared_expert;
 mod short_conv;
 mod token_mixer;
@@ -52,7 +53,7 @@ use super::composition::PerLayerInput;
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
-use super::panels_ahead::{PanelWeights, PanelsAhead};
+use super::panels_ahead::PanelsAhead;
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
@@ -64,6 +65,7 @@ use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use channel_mixer::{ChannelMixerSaved, PendingMixer};
 use per_layer::PerLayerSaved;
+use products::panels_of;
 use token_mixer::TokenMixerSaved;
 
 /// The parameters of one block, for one use.
@@ -119,31 +121,6 @@ impl BlockWeights {
         mixers.chain(self.per_layer.iter_mut().flat_map(PerLayerWeights::linears))
     }
 
-    /// Returns the linear layers of [`forward_from`] outside experts in the order of their
-    /// products.
-    fn products(&self) -> Vec<&MergedLinear> {
-        let mixers = self.token_mixer.products(false).into_iter().chain(self.channel_mixer.products());
-        mixers.chain(self.per_layer.iter().flat_map(PerLayerWeights::products)).collect()
-    }
-
-    /// Returns the same without `down_proj`, for blocks of which [`recompute`] leaves it out.
-    fn products_of_recompute(&self) -> Vec<&MergedLinear> {
-        let of_tokens = self.token_mixer.products(false);
-        of_tokens.into_iter().chain(self.channel_mixer.products_of_recompute()).collect()
-    }
-
-    /// Returns the same in the order of their products in backward. Without `need_dx` the first
-    /// layer of the block has none.
-    fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
-        let of_input = self.per_layer.iter().flat_map(PerLayerWeights::products);
-        let of_channels = of_input.rev().chain(self.channel_mixer.products().into_iter().rev());
-        let mut all: Vec<_> = of_channels.chain(self.token_mixer.products(true)).collect();
-        if !need_dx && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
-            all.pop();
-        }
-        all
-    }
-
     /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
@@ -179,11 +156,6 @@ impl BlockWeights {
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
-}
-
-/// Returns the weights of the products that dequantize them.
-fn panels_of(products: Vec<&MergedLinear>) -> impl Iterator<Item = PanelWeights<'_>> {
-    products.into_iter().filter_map(MergedLinear::quantized)
 }
 
 /// The inputs of a micro-batch that all blocks share.
@@ -235,8 +207,8 @@ impl<'a> LayerPass<'a> {
         BranchContext { adapter: self.context.adapter, source: self.source(), panels: self.panels }
     }
 
-    /// Returns the sequences of `tokens` tokens for a mixer with a state: those of the batch, or one
-    /// that `continues` an earlier state.
+    /// Returns the sequences of `tokens` tokens for a mixer with a state: those of the batch, or
+    /// one that `continues` an earlier state.
     fn spans(&self, continues: bool, tokens: usize) -> Cow<'a, [Span]> {
         if continues { vec![Span::sequence(0, tokens)].into() } else { self.context.spans.into() }
     }

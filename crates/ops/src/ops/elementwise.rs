@@ -131,8 +131,8 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// their dtype.
 ///
 /// # Errors
-/// Fails if there is no part, a part is not contiguous, their widths or dtypes differ, or the device
-/// has not enough memory.
+/// Fails if there is no part, a part is not contiguous, their widths or dtypes differ, or the
+/// device has not enough memory.
 pub fn stack_rows(parts: &[&Tensor]) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("stack_rows").moves(&[parts, parts].concat()));
     let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };

@@ -3,9 +3,10 @@
 
 use std::cell::RefCell;
 
-use super::emulator::Emulator;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
-use crate::error::Result;
+use candle_core::Device;
+
+use super::{Arg, Gemm, Kernel, LaunchShape, driver_on, launch_text};
+use crate::error::{Error, Result};
 
 thread_local! {
     /// The work of this thread since [`record`] began, in its order.
@@ -67,15 +68,16 @@ impl RecordedWork {
     /// Runs it again with the recorded arguments and addresses.
     ///
     /// # Errors
-    /// Fails if a kernel accesses memory outside its tensors.
+    /// Fails if no driver replaces the GPU, or a kernel accesses memory outside its tensors.
     ///
     /// # Safety
     /// The memory of all tensors of the recorded pass, also that of dropped ones, is still
     /// allocated and has no other use.
     pub unsafe fn replay(&self) -> Result<()> {
+        let driver = driver_on(&Device::Cpu).ok_or_else(|| Error::internal("a replay without a driver"))?;
         self.0.iter().try_for_each(|piece| match piece {
-            Piece::Launch { kernel, shape, args } => Emulator.launch(kernel, *shape, args),
-            Piece::Product(gemm) => Emulator.gemm(gemm),
+            Piece::Launch { kernel, shape, args } => driver.launch(kernel, *shape, args),
+            Piece::Product(gemm) => driver.gemm(gemm),
         })
     }
 }
