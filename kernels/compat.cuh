@@ -168,6 +168,20 @@ template <class T, int V, class M> DEVICE inline void store_values(M to, int64_t
     }
 }
 
+// Calls whole(column) for PER16<T> of `width` columns at a time, if rows are `aligned` to 16 bytes,
+// else single(column): once for each column, in a block of THREADS threads.
+template <int THREADS, class T, class W, class S>
+DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
+    constexpr int V = PER16<T>;
+    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
+        if (aligned && c + V <= width) {
+            whole(c);
+        } else {
+            for (int i = c; i < c + V && i < width; i++) single(i);
+        }
+    }
+}
+
 // ---- random numbers ------------------------------------------------------------------------------------------
 
 // The hash of src/runtime/rng.rs, bit-identical.

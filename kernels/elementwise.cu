@@ -115,7 +115,7 @@ template <class D, class B> DEVICE inline void add_bias(InOut<D> dst, In<B> bias
 template <class T>
 DEVICE inline void gather(In<T> x, In<uint32_t> rows, Out<T> y, int width, int64_t x_pitch, int64_t pitch) {
     constexpr int V = PER16<T>;
-    uint32_t row = rows.load(blockIdx.x);
+    uint32_t row = rows.is_null() ? blockIdx.x : rows.load(blockIdx.x);
     bool zero = row == 0xffffffffu;
     In<T> from = x.offset(zero ? 0 : row * x_pitch);
     Out<T> to = y.offset(blockIdx.x * pitch);
@@ -182,7 +182,7 @@ KERNEL BOUNDS(256, 6) add_bias_f32_f32(InOut<float> dst, In<float> bias, uint32_
 }
 
 // `y[i] = x[rows[i]]`, or zeros if `rows[i]` is the largest u32: gathers rows, or scatters them if
-// `rows` lists the source of each row of y. One block per row of y.
+// `rows` lists the source of each row of y; with null, copies them. One block per row of y.
 KERNEL BOUNDS(256, 6) gather_rows_bf16(In<bf16> x, In<uint32_t> rows, Out<bf16> y, uint32_t width, int64_t x_pitch,
     int64_t pitch) {
     gather(x, rows, y, int(width), x_pitch, pitch);

@@ -229,25 +229,12 @@ DEVICE inline void balance(In<T> logits, In<float> pull, InOut<T> d, Out<float> 
     if (lane == 0) values.store(token, value);
 }
 
-// Calls whole(column) for PER16<T> columns at a time, if rows are `aligned` to 16 bytes, else
-// single(column).
-template <class T, class W, class S> DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
-    constexpr int V = PER16<T>;
-    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
-        if (aligned && c + V <= width) {
-            whole(c);
-        } else {
-            for (int i = c; i < c + V && i < width; i++) single(i);
-        }
-    }
-}
-
 template <class T>
 DEVICE inline void scale(In<T> x, In<float> weights, In<uint32_t> copies, Out<T> y, int width) {
     float weight = weights.load(copies.load(blockIdx.x));
     In<T> from = x.offset(int64_t(blockIdx.x) * width);
     Out<T> to = y.offset(int64_t(blockIdx.x) * width);
-    over_columns<T>(
+    over_columns<THREADS, T>(
         width, from.is_aligned(16) && to.is_aligned(16),
         [&](int c) {
             float values[PER16<T>];
@@ -265,7 +252,7 @@ DEVICE inline void scale_backward(InOut<T> x, InOut<T> dy, In<float> weights, In
     uint32_t copy = copies.load(blockIdx.x);
     float weight = weights.load(copy), sum = 0.0f;
     InOut<T> row = x.offset(int64_t(blockIdx.x) * width), d = dy.offset(int64_t(blockIdx.x) * width);
-    over_columns<T>(
+    over_columns<THREADS, T>(
         width, row.is_aligned(16) && d.is_aligned(16),
         [&](int c) {
             float a[PER16<T>], b[PER16<T>];
@@ -293,7 +280,7 @@ template <class T>
 DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, int width, uint32_t chosen) {
     In<uint32_t> mine = places.offset(int64_t(blockIdx.x) * chosen);
     int64_t row = int64_t(blockIdx.x) * width;
-    over_columns<T>(
+    over_columns<THREADS, T>(
         width, width % PER16<T> == 0 && x.is_aligned(16) && y.is_aligned(16) && added.is_aligned(16),
         [&](int c) {
             float sum[PER16<T>] = {}, values[PER16<T>];

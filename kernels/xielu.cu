@@ -26,23 +26,11 @@ struct Xielu {
     }
 };
 
-// Calls whole(column) for PER16<T> columns at a time, if rows are `aligned` to 16 bytes, else single(column).
-template <class T, class W, class S> DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
-    constexpr int V = PER16<T>;
-    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
-        if (aligned && c + V <= width) {
-            whole(c);
-        } else {
-            for (int i = c; i < c + V && i < width; i++) single(i);
-        }
-    }
-}
-
 template <class T> DEVICE inline void forward(In<T> x, In<float> curve, Out<T> h, int width) {
     Curve c = load_curve(curve);
     In<T> from = x.offset(int64_t(blockIdx.x) * width);
     Out<T> to = h.offset(int64_t(blockIdx.x) * width);
-    over_columns<T>(
+    over_columns<THREADS, T>(
         width, from.is_aligned(16) && to.is_aligned(16),
         [&](int column) {
             float values[PER16<T>];
@@ -63,7 +51,7 @@ DEVICE inline void backward(In<T> x, In<float> curve, InOut<T> dh, Out<T> dx, Ou
     InOut<T> d = dh.offset(int64_t(blockIdx.x) * width);
     Out<T> to = dx.offset(int64_t(blockIdx.x) * width);
     float positive = 0.0f, negative = 0.0f;
-    over_columns<T>(
+    over_columns<THREADS, T>(
         width, from.is_aligned(16) && d.is_aligned(16) && to.is_aligned(16),
         [&](int column) {
             float values[PER16<T>], g[PER16<T>];

@@ -17,6 +17,28 @@ use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
+/// Groups of layers outside experts, in the order of their products in forward and in backward.
+/// The group that makes the per-layer inputs of all blocks makes its own panels.
+const FORWARD_ORDER: [LinearGroup; 8] = [
+    LinearGroup::Qkv,
+    LinearGroup::QUp,
+    LinearGroup::KvUp,
+    LinearGroup::O,
+    LinearGroup::GateUp,
+    LinearGroup::Down,
+    LinearGroup::PerLayerGate,
+    LinearGroup::PerLayerProjection,
+];
+const BACKWARD_ORDER: [LinearGroup; 8] = [
+    LinearGroup::PerLayerProjection,
+    LinearGroup::PerLayerGate,
+    LinearGroup::Down,
+    LinearGroup::GateUp,
+    LinearGroup::O,
+    LinearGroup::QUp,
+    LinearGroup::KvUp,
+    LinearGroup::Qkv,
+];
 /// Bytes that NCCL holds on a GPU for a communicator: buffers of its channels and connections. An
 /// assumption: users report 0.3 to 1.5 GB on hosts of 8 GPUs.
 pub(crate) const COMMUNICATOR: u64 = 500_000_000;
@@ -196,11 +218,12 @@ impl BlockStep<'_> {
         let around = if self.shape.is_parallel { rows(d) } else { 0 };
         let mixer = &self.shape.token_mixer;
         let (input, output) = (mixer.input_width(), mixer.output_width());
+        let after_o = self.panel_ahead(LinearGroup::O, true);
         let of_tokens = [
             // Beside `around`: through the output projection; then the operations between the
             // projections; then through the first projections to their input, and through its norm.
             around + rows(2 * d + output) + through(LinearGroup::O),
-            around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace(),
+            around + rows(2 * d + self.inside_token_mixer()) + self.delta_workspace() + after_o,
             around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::KvUp),
             around + rows(2 * d + self.inside_token_mixer()) + through(LinearGroup::QUp),
             around + rows(3 * d + input) + through(LinearGroup::Qkv),
@@ -216,23 +239,15 @@ impl BlockStep<'_> {
         };
         if self.shape.has_both {
             of_channels.extend(self.of_mlp(self.shape.mlp_width));
-            // Beside each of both: the gradients of their sum and of their input, and the other's
-            // output.
-            of_channels.iter_mut().for_each(|bytes| *bytes += rows(3 * d));
+            // Beside each of both: the gradients of their sum and of their input, the other's
+            // output, and the panel of the product after both.
+            let after = self.panel_ahead(LinearGroup::GateUp, true);
+            let beside = rows(3 * d) + after.max(self.panel_ahead(LinearGroup::Down, false));
+            of_channels.iter_mut().for_each(|bytes| *bytes += beside);
         }
         let stages = of_tokens.into_iter().chain(of_channels).chain(self.of_per_layer_input());
-        let groups = [
-            LinearGroup::Qkv,
-            LinearGroup::QUp,
-            LinearGroup::KvUp,
-            LinearGroup::O,
-            LinearGroup::GateUp,
-            LinearGroup::Down,
-            LinearGroup::PerLayerGate,
-            LinearGroup::PerLayerProjection,
-            LinearGroup::PerLayerModel,
-        ];
-        let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
+        let groups = FORWARD_ORDER.into_iter().chain([LinearGroup::PerLayerModel]);
+        let kept = groups.filter(|group| self.keeps_panel(*group));
         stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
     }
 
@@ -287,10 +302,10 @@ impl BlockStep<'_> {
             // The gradient of the product of gate and up through the down projection.
             rows(f + d) + self.product_backward(LinearGroup::Down),
             // The product, in place of its gradient, and the gradients of gate and up.
-            rows(f + first + d),
+            rows(f + first + d) + self.panel_ahead(LinearGroup::Down, true),
             // Through gate and up to their input, then through its norm, which is computed again.
             rows(first + 2 * d) + self.product_backward(LinearGroup::GateUp),
-            rows(4 * d) + self.until_norm(first),
+            rows(4 * d) + self.until_norm(first) + self.panel_ahead(LinearGroup::GateUp, true),
             // Forward.
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),
@@ -318,7 +333,7 @@ impl BlockStep<'_> {
         let of_block = [
             // The gradient of the gated input; then the gate beside the input, and both gradients.
             rows(2 * d + p) + self.product_backward(LinearGroup::PerLayerProjection),
-            rows(2 * d + 5 * p),
+            rows(2 * d + 5 * p) + self.panel_ahead(LinearGroup::PerLayerProjection, true),
             rows(3 * d + 4 * p) + self.product_backward(LinearGroup::PerLayerGate),
             // Forward.
             rows(2 * d + p) + self.product_forward(LinearGroup::PerLayerGate),
@@ -465,12 +480,41 @@ impl BlockStep<'_> {
         quantized.map(|layer| self.matrix(layer)).max().unwrap_or(0)
     }
 
+    /// Returns the bytes of the panel that a second queue makes from the product of `group` on, for
+    /// the next product that dequantizes, as in `model::PanelsAhead`.
+    fn panel_ahead(&self, group: LinearGroup, in_backward: bool) -> u64 {
+        let order = if in_backward { BACKWARD_ORDER } else { FORWARD_ORDER };
+        let Some(place) = order.iter().position(|product| *product == group) else { return 0 };
+        let dequantizes = |group: &&LinearGroup| self.dequantizes(**group);
+        let (begun, later) = order.split_at(place + 1);
+        let next = later.iter().find(dequantizes).filter(|_| begun.iter().any(|group| dequantizes(&group)));
+        next.map_or(0, |group| self.dequantized(*group))
+    }
+
+    /// True if a product of the group makes one panel for itself.
+    fn dequantizes(&self, group: LinearGroup) -> bool {
+        let is_one = self.is_one_panel(group) && !self.has_fp8(group);
+        is_one && !self.keeps_panel(group) && self.dequantized(group) > 0
+    }
+
+    /// True if the panel of a group's forward is made during the product before it.
+    fn is_made_ahead(&self, group: LinearGroup) -> bool {
+        let first = FORWARD_ORDER.into_iter().find(|group| self.dequantizes(*group));
+        self.dequantizes(group) && FORWARD_ORDER.contains(&group) && first != Some(group)
+    }
+
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
+        let ahead = self.panel_ahead(group, false);
         let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
         let panel = self.operands(group, false);
         // DoRA's norm and products read one panel.
-        if self.has_dora(group) { panel + dropped } else { panel.max(dropped) + self.shared_a(group) }
+        if self.has_dora(group) {
+            return panel + dropped + ahead;
+        }
+        // Branches come before a product of weights, and after a panel that was made ahead.
+        let both = if self.is_made_ahead(group) { panel + dropped } else { panel.max(dropped) };
+        both + self.shared_a(group) + ahead
     }
 
     /// Returns the sum of the ranks of a group's adapters.
@@ -497,11 +541,13 @@ impl BlockStep<'_> {
             // The gradients of inner activations; before the product, those of a copied A in f32.
             let (a, du) = (self.shared_a(group), self.step.rows(self.rank(group)));
             let da = a / self.step.size as u64 * F32 as u64;
-            return a + du + self.operands(group, true).max(dropped).max(da);
+            let ahead = self.panel_ahead(group, true);
+            return a + du + self.operands(group, true).max(dropped).max(da) + ahead;
         }
         let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
         let out = self.adapted(group).map(|layer| layer.out).max().unwrap_or(0);
-        self.step.rows(out) + (self.operands(group, true) + beside_panel).max(dropped)
+        let ahead = self.panel_ahead(group, true);
+        self.step.rows(out) + (self.operands(group, true) + beside_panel).max(dropped) + ahead
     }
 }
 

@@ -5,10 +5,12 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
 
+mod work_table;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use candle_core::Device;
 use finetune::collective::SingleRank;
@@ -102,14 +104,22 @@ const PRODUCTS: u64 = FORWARD_PRODUCTS + 4 + 7 + 7 + 4 + 4;
 /// Products that recomputing repeats: those of forward without `down_proj` and its B.
 const RECOMPUTED_PRODUCTS: u64 = FORWARD_PRODUCTS - 2;
 
-/// Launches of a block's forward in QLoRA: two norms, a rotation, attention, a gate, and the
-/// dequantization of seven weights.
-const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7;
+/// Copies of the A of q, k and v, and of gate and up, each to one matrix.
+const COPIES: u64 = 3 + 2;
+/// Launches of a block's forward in QLoRA: two norms, a rotation, attention, a gate, the
+/// dequantization of seven weights, and the copies.
+const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7 + COPIES;
 /// Launches of a block's step. Backward has no launches for the gate and the norms themselves,
 /// which the launches of their gradients compute again.
-const LAUNCHES: u64 = 34;
+const LAUNCHES: u64 = 34 + 2 * COPIES;
 /// Launches that recomputing repeats: backward reads the same dequantized weights.
 const RECOMPUTED_LAUNCHES: u64 = FORWARD_LAUNCHES - 7;
+/// Launches of a block's forward on the second queue, beside the products: the dequantization of all
+/// weights but those of the first product.
+const FORWARD_BESIDE: u64 = 4;
+/// The same of backward, whose first product is that of `down_proj`. Recomputing keeps the panels of
+/// all other products, which are made before the first one.
+const BACKWARD_BESIDE: u64 = 6;
 
 /// The layers of Qwen3-8B.
 const LAYERS: usize = 36;
@@ -293,6 +303,34 @@ impl Loaded {
     }
 }
 
+/// The work of steps and of forwards, and the peak bytes of steps, with 2 and with 4 layers.
+#[derive(Clone, Copy)]
+struct Counted {
+    step: [GpuWork; 2],
+    forward: [GpuWork; 2],
+    peak: [usize; 2],
+}
+
+/// Counts a model as wide as Qwen3-8B, once for all checks.
+fn counted(mode: Mode, recompute: bool) -> Counted {
+    static KNOWN: Mutex<Vec<((Mode, bool), Counted)>> = Mutex::new(Vec::new());
+    let known = |known: &[((Mode, bool), Counted)]| {
+        known.iter().find(|(of, _)| *of == (mode, recompute)).map(|(_, counted)| *counted)
+    };
+    if let Some(counted) = known(&KNOWN.lock().unwrap()) {
+        return counted;
+    }
+    let all = [2, 4].map(|layers| {
+        let run = Run { mode, recompute, dropout: 0.0, accumulation: 1 };
+        let mut loaded = load(&Shape { layers, ..WIDE }, run);
+        let (step, peak) = loaded.second_step();
+        (step, loaded.forward(), peak)
+    });
+    let counted = Counted { step: all.map(|of| of.0), forward: all.map(|of| of.1), peak: all.map(|of| of.2) };
+    KNOWN.lock().unwrap().push(((mode, recompute), counted));
+    counted
+}
+
 /// Extrapolates from `few` for 2 layers and `more` for 4 to [`LAYERS`].
 fn extended(few: f64, more: f64) -> f64 {
     few + (more - few) / 2.0 * (LAYERS - 2) as f64
@@ -301,13 +339,9 @@ fn extended(few: f64, more: f64) -> f64 {
 /// Checks the bars of QLoRA on 8 billion parameters with a micro-batch of 4,096 tokens. Returns the
 /// operations of the products of a block.
 fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) -> f64 {
-    let of_layers = |layers| {
-        let run = Run { mode: Mode::Qlora, recompute, dropout: 0.0, accumulation: 1 };
-        let mut loaded = load(&Shape { layers, ..WIDE }, run);
-        let (work, peak) = loaded.second_step();
-        (work, loaded.forward(), peak + GEMM_WORKSPACE)
-    };
-    let ((two, forward_of_two, small), (four, forward_of_four, large)) = (of_layers(2), of_layers(4));
+    let Counted { step: [two, four], forward, peak } = counted(Mode::Qlora, recompute);
+    let [forward_of_two, forward_of_four] = forward;
+    let [small, large] = peak.map(|peak| peak + GEMM_WORKSPACE);
     let calls = |work: GpuWork| work.launches + work.gemms;
     let in_pass = |count: fn(&GpuWork) -> u64| {
         [count(&forward_of_four) - count(&forward_of_two), count(&four) - count(&two)].map(|both| both / 2)
@@ -329,6 +363,9 @@ fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) -> f64 {
     let recomputed = |count: u64| if recompute { count } else { 0 };
     assert_eq!(gemms, [FORWARD_PRODUCTS, PRODUCTS + recomputed(RECOMPUTED_PRODUCTS)]);
     assert_eq!(launches, [FORWARD_LAUNCHES, LAUNCHES + recomputed(RECOMPUTED_LAUNCHES)]);
+    let beside = in_pass(|work| work.launches_beside);
+    let of_backward = if recompute { 0 } else { BACKWARD_BESIDE };
+    assert_eq!(beside, [FORWARD_BESIDE, FORWARD_BESIDE + of_backward]);
     assert!(seconds <= most_seconds && bytes <= most_bytes, "{seconds} s, {bytes} bytes");
     (four.gemm_flops - two.gemm_flops) / 2.0
 }
@@ -336,9 +373,8 @@ fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) -> f64 {
 /// Recomputing a block repeats the products of its forward, except that of `down_proj` and the
 /// up-product of its adapter.
 fn recomputed_flops() -> f64 {
-    let run = Run { mode: Mode::Qlora, recompute: true, dropout: 0.0, accumulation: 1 };
-    let of_layers = |layers| load(&Shape { layers, ..WIDE }, run).forward().gemm_flops;
-    let of_block = (of_layers(4) - of_layers(2)) / 2.0;
+    let [two, four] = counted(Mode::Qlora, true).forward;
+    let of_block = (four.gemm_flops - two.gemm_flops) / 2.0;
     of_block - 2.0 * 4096.0 * WIDE.hidden as f64 * (WIDE.intermediate + RANK) as f64
 }
 
@@ -361,9 +397,8 @@ fn recomputing_shares_panels() {
 /// roofline of the fastest card has the time of both.
 fn products_in_fp8() {
     let of_block = |mode| {
-        let run = Run { mode, recompute: false, dropout: 0.0, accumulation: 1 };
-        let step = |layers| load(&Shape { layers, ..WIDE }, run).second_step().0;
-        step(4) - step(2)
+        let [two, four] = counted(mode, false).step;
+        four - two
     };
     let [bf16, fp8] = [Mode::Lora, Mode::LoraFp8].map(of_block);
     assert_eq!((fp8.gemms, fp8.gemm_flops), (bf16.gemms, bf16.gemm_flops));
@@ -382,6 +417,7 @@ fn steps_ask_for_what_was_planned() {
     assert_eq!(recomputed, recomputed_flops());
     recomputing_shares_panels();
     products_in_fp8();
+    work_table::is_that_of_the_page();
     let far: Vec<_> =
         planned_runs().into_iter().filter_map(|(shape, run)| far_from_plan(shape, run)).collect();
     assert!(far.is_empty(), "{far:#?}");
@@ -398,6 +434,7 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
         (0.0, Mode::Dora, 0),
         (0.1, Mode::Dora, 1),
         (0.1, Mode::Qlora, 2),
+        (0.1, Mode::Qlora, 3),
         (0.1, Mode::Lora, 3),
         (0.0, Mode::QloraCopy, 4),
         (0.0, Mode::QloraFp8, 2),

@@ -54,12 +54,13 @@ fn bf16_follows_and_repeats_itself() {
     follows_in_bf16("full_olmo2", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
 }
 
-/// The same for other adapters, and for QLoRA with its weights kept in bf16 beside their codes.
+/// The same for other adapters. QLoRA's panels of a late second queue have the bits of weights kept
+/// in bf16 beside their codes.
 #[test]
 fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("lora_tokens", &[(FORWARD, None), (SHUFFLED, None)]);
     follows_in_bf16("dora", &[(SHUFFLED, None)]);
-    follows_in_bf16("qlora", &[(FORWARD, None), (SHUFFLED, Some("quantization.bf16_copy=true"))]);
+    follows_in_bf16("qlora", &[(SHUFFLED, None), (FORWARD, Some("quantization.bf16_copy=true"))]);
 }
 
 /// The frozen weights in fp8, by the emulated products of codes.

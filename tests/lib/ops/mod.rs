@@ -32,8 +32,9 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 14] = [
+const NO_OPS: [&str; 15] = [
     "requested_work",
+    "record",
     "count_process",
     "emulate",
     "empty",

@@ -24,6 +24,7 @@ mod latent;
 mod mlp_and_experts;
 mod per_layer;
 mod plain_mlp;
+mod products;
 mod shared_expert;
 mod short_conv;
 mod token_mixer;
@@ -44,12 +45,15 @@ pub use short_conv::{ConvState, ShortConvWeights};
 pub use token_mixer::{BlockCache, TokenMixerWeights};
 pub use xielu::XieluWeights;
 
+use std::borrow::Cow;
+
 use candle_core::{DType, Tensor};
 
 use super::composition::PerLayerInput;
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
+use super::panels_ahead::PanelsAhead;
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
@@ -61,6 +65,7 @@ use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use channel_mixer::{ChannelMixerSaved, PendingMixer};
 use per_layer::PerLayerSaved;
+use products::panels_of;
 use token_mixer::TokenMixerSaved;
 
 /// The parameters of one block, for one use.
@@ -192,12 +197,20 @@ struct LayerPass<'a> {
     config: &'a ModelConfig,
     layer: usize,
     context: &'a BlockContext<'a>,
+    /// The panels of its products, if they are made ahead.
+    panels: Option<&'a PanelsAhead<'a>>,
 }
 
-impl LayerPass<'_> {
-    /// Returns the settings of the block's adapters in its forward.
-    fn branch(&self) -> BranchContext {
-        BranchContext { adapter: self.context.adapter, source: self.source() }
+impl<'a> LayerPass<'a> {
+    /// Returns the settings of the block's linear layers.
+    fn branch(&self) -> BranchContext<'a> {
+        BranchContext { adapter: self.context.adapter, source: self.source(), panels: self.panels }
+    }
+
+    /// Returns the sequences of `tokens` tokens for a mixer with a state: those of the batch, or
+    /// one that `continues` an earlier state.
+    fn spans(&self, continues: bool, tokens: usize) -> Cow<'a, [Span]> {
+        if continues { vec![Span::sequence(0, tokens)].into() } else { self.context.spans.into() }
     }
 
     /// Returns the dropout stream of the block's adapters.
@@ -316,7 +329,7 @@ pub fn forward(
     carried: &mut Carried,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
-    let pass = LayerPass { config, layer, context };
+    let pass = LayerPass { config, layer, context, panels: None };
     if let Some(model) = w.per_layer.as_ref().and_then(|part| part.model.as_ref()) {
         let rows = carried.per_layer.take().ok_or_else(|| Error::internal("no rows of per-layer inputs"))?;
         carried.per_layer = Some(model.inputs(pass, x, &rows)?);
@@ -333,6 +346,9 @@ fn forward_from(
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
     let (mut release, config) = (ReleaseSpan::default(), pass.config);
+    let panels = PanelsAhead::new(panels_of(w.products()), x);
+    // Generation has its memory for keys and values.
+    let pass = LayerPass { panels: cache.is_none().then_some(&panels), ..pass };
     let token = token_half(pass, w, x, (carried, cache))?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
@@ -370,13 +386,15 @@ pub fn recompute(
     context: &BlockContext<'_>,
     carried: &Carried,
 ) -> Result<BlockSaved> {
-    let pass = LayerPass { config, layer, context };
+    let pass = LayerPass { config, layer, context, panels: None };
     // The state stays as the forward has left it: keys and values that this block keeps are in it.
     let mut carried = carried.clone();
     if w.channel_norms.after.is_some() || w.per_layer.is_some() {
         return forward_from(pass, w, x, &mut carried, None).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
+    let panels = PanelsAhead::new(panels_of(w.products_of_recompute()), x);
+    let pass = LayerPass { panels: Some(&panels), ..pass };
     let token = token_half(pass, w, x, (&mut carried, None))?;
     let h = channel_input(pass, x, &token.y);
     let normed = w.channel_norms.input(config, h)?;
@@ -469,7 +487,8 @@ pub fn backward(
     state: &mut CarriedBackward<'_>,
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
-    let pass = LayerPass { config, layer, context };
+    let panels = PanelsAhead::new(panels_of(w.products_of_backward(need_dx)), dy);
+    let pass = LayerPass { config, layer, context, panels: Some(&panels) };
     let dy = &times_output_factor(w, dy.clone())?;
     let dy = match (&w.per_layer, &saved.per_layer) {
         (Some(part), Some(saved)) => &part.backward(pass, saved, dy, state)?,

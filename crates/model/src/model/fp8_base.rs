@@ -3,8 +3,9 @@
 
 use super::{ModelConfig, ModuleKind, modules};
 use crate::error::Result;
-use crate::ops::matmul_fp8::{FP8_MULTIPLE, Fp8Rows};
-use crate::ops::matmul_quantized::Weight;
+use crate::ops::matmul_fp8::{FP8_MULTIPLE, Fp8Rows, matmul_fp8};
+use crate::ops::matmul_quantized::{Weight, matmul_weights};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose};
 
 /// The first layers of a group whose frozen weights are multiplied in fp8.
 #[derive(Debug, Clone)]
@@ -40,6 +41,31 @@ impl Fp8Base {
     pub(super) fn part(&self, start: usize, len: usize) -> Result<Fp8Part> {
         let kept = self.kept.as_ref().map(|codes| codes.rows(start, len)).transpose()?;
         Ok(kept.map_or(Fp8Part::EachUse, Fp8Part::Kept))
+    }
+}
+
+/// The weights of one product, stacked by rows.
+pub(super) struct BaseWeights<'a> {
+    /// The weights, `[out, in]` each.
+    pub(super) values: Vec<Weight<'a>>,
+    /// Their codes, if they are multiplied in fp8.
+    pub(super) codes: Option<Fp8Rows>,
+}
+
+impl BaseWeights<'_> {
+    /// Computes `dst = [added +] form(a, weights)`; `form` is [`Transpose::Nt`] (forward) or
+    /// [`Transpose::Nn`] (the input's gradient).
+    pub(super) fn multiply(
+        &self,
+        dst: ColumnViewMut<'_>,
+        a: ColumnView<'_>,
+        form: Transpose,
+        added: Addend<'_>,
+    ) -> Result<()> {
+        match &self.codes {
+            Some(codes) => matmul_fp8(dst, a, codes, form, added),
+            None => matmul_weights(dst, a, &self.values, form, added),
+        }
     }
 }
 

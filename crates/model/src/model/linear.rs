@@ -9,13 +9,13 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::fp8_base::{Fp8Base, Fp8Part};
-use super::lora::{self, BaseWeight, BranchContext, BranchSaved, DropoutSource, Lora};
+use super::fp8_base::{BaseWeights, Fp8Base, Fp8Part};
+use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::lora_group::LoraGroup;
+use super::panels_ahead::PanelWeights;
 use super::{Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_fp8::{Fp8Rows, matmul_fp8};
 use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
@@ -55,6 +55,8 @@ struct Part<'a> {
     grad: Option<&'a TensorMut>,
     /// The weights in fp8, if they are multiplied so.
     fp8: Option<Fp8Part>,
+    /// The weights as one dequantized matrix, if it was made ahead.
+    panel: Option<Tensor>,
 }
 
 /// Gradients that a backward leaves until the layers' input is known: those of the weights and of
@@ -127,8 +129,17 @@ impl MergedLinear {
     /// Returns the layers in parts with one product each. On a GPU all layers with weights of one
     /// kind are one part, but not with DoRA, which needs the product of a single layer. Elsewhere
     /// layers are one part if they are contiguous and have no adapters. Layers in fp8 are one part
-    /// on any device.
-    fn parts(&self, device: &Device, has_dora: bool) -> Result<Vec<Part<'_>>> {
+    /// on any device. So are layers with a `panel`.
+    fn parts(&self, device: &Device, has_dora: bool, panel: Option<Tensor>) -> Result<Vec<Part<'_>>> {
+        if panel.is_some() {
+            return Ok(vec![Part {
+                layers: &self.layers,
+                weights: Vec::new(),
+                grad: None,
+                fp8: None,
+                panel,
+            }]);
+        }
         if let Some(fp8) = &self.fp8 {
             return self.fp8_parts(fp8, has_dora);
         }
@@ -146,7 +157,7 @@ impl MergedLinear {
         let each = if has_dora { 1 } else { fp8.layers };
         let mut start = 0;
         let part = |layers| {
-            let part = Part { layers, weights: weights_of(layers), grad: None, fp8: None };
+            let part = Part { layers, weights: weights_of(layers), grad: None, fp8: None, panel: None };
             let len = part.columns()?.iter().map(|(_, len)| len).sum();
             start += len;
             Ok(Part { fp8: Some(fp8.part(start - len, len)?), ..part })
@@ -203,14 +214,25 @@ impl MergedLinear {
     fn merged(&self) -> Option<Part<'_>> {
         let merged = self.merged.as_ref()?;
         let weights = vec![Weight::Dense(&merged.value)];
-        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref(), fp8: None })
+        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref(), fp8: None, panel: None })
+    }
+
+    /// Returns the quantized weights of all layers, if a product on a GPU dequantizes them as one
+    /// matrix. A layer with DoRA has a product of its own, and products in fp8 read codes.
+    pub(super) fn quantized(&self) -> Option<PanelWeights<'_>> {
+        let quantized = self.layers.iter().map(|layer| match layer.weight.get() {
+            Weight::Quantized(weight) if !layer.has_dora() => Some(weight),
+            _ => None,
+        });
+        let is_dequantized = self.merged.is_none() && self.fp8.is_none();
+        quantized.collect::<Option<Vec<_>>>().filter(|_| is_dequantized)
     }
 
     fn as_one(&self) -> Option<Part<'_>> {
         self.merged().or_else(|| {
             let weights = weights_of(&self.layers);
             let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
-            quantized.then_some(Part { layers: &self.layers, weights, grad: None, fp8: None })
+            quantized.then_some(Part { layers: &self.layers, weights, grad: None, fp8: None, panel: None })
         })
     }
 
@@ -220,14 +242,17 @@ impl MergedLinear {
         group: LoraGroup<'a>,
         saved: &[Option<BranchSaved>],
         dy: &Tensor,
-        dx: Option<&TensorMut>,
+        (dx, panel): (Option<&TensorMut>, Option<Tensor>),
     ) -> Result<PendingGradients<'a>> {
-        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None, fp8: None };
+        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None, fp8: None, panel: None };
         let du = group.backward(saved, dy, &all.columns()?)?;
         match dx {
             Some(dx) if self.fp8.is_some() => self.input_gradient_in_fp8(dx, dy, group.to_input(&du))?,
             Some(dx) => {
-                let weights = self.merged().map_or_else(|| weights_of(&self.layers), |merged| merged.weights);
+                let weights = match &panel {
+                    Some(panel) => vec![Weight::Dense(panel)],
+                    None => self.merged().map_or_else(|| weights_of(&self.layers), |merged| merged.weights),
+                };
                 input_gradient(dx, dy, &weights, group.to_input(&du))?;
             }
             None => {}
@@ -245,9 +270,14 @@ impl MergedLinear {
         let (dx, factor) = (ColumnViewMut::all(dx), ColumnView::all(low_rank.factor));
         matmul(dx, low_rank.u, factor, Transpose::Nn, low_rank.scale, Addend::Nothing)?;
         let mut start = 0;
-        for part in self.parts(dy.device(), false)? {
+        for part in self.parts(dy.device(), false, None)? {
             let len = part.columns()?.iter().map(|(_, len)| len).sum();
-            part.multiply(dx, ColumnView { tensor: dy, start, len }, Transpose::Nn, Addend::Destination)?;
+            part.base()?.multiply(
+                dx,
+                ColumnView { tensor: dy, start, len },
+                Transpose::Nn,
+                Addend::Destination,
+            )?;
             start += len;
         }
         Ok(())
@@ -261,26 +291,28 @@ fn weights_of(layers: &[Linear]) -> Vec<Weight<'_>> {
 impl<'a> Part<'a> {
     fn of(layer: &'a Linear) -> Self {
         let layers = std::slice::from_ref(layer);
-        Part { layers, weights: weights_of(layers), grad: layer.weight.grad(), fp8: None }
+        Part { layers, weights: weights_of(layers), grad: layer.weight.grad(), fp8: None, panel: None }
     }
 
-    /// Returns the codes of weights in fp8.
-    fn codes(&self) -> Result<Option<Fp8Rows>> {
-        self.fp8.as_ref().map(|fp8| fp8.codes(&self.weights)).transpose()
+    /// Returns the weights, with their codes if they are multiplied in fp8.
+    fn base(&self) -> Result<BaseWeights<'_>> {
+        let codes = self.fp8.as_ref().map(|fp8| fp8.codes(&self.weights)).transpose()?;
+        let values =
+            self.panel.as_ref().map_or_else(|| self.weights.clone(), |panel| vec![Weight::Dense(panel)]);
+        Ok(BaseWeights { values, codes })
     }
 
-    /// Writes the product of `a` with the weights, stacked by rows, to `dst`.
+    /// Multiplies by the weights, and frees a panel of them: branches with dropout may follow.
     fn multiply(
-        &self,
+        &mut self,
         dst: ColumnViewMut<'_>,
         a: ColumnView<'_>,
         form: Transpose,
         added: Addend<'_>,
     ) -> Result<()> {
-        match self.codes()? {
-            Some(codes) => matmul_fp8(dst, a, &codes, form, added),
-            None => matmul_weights(dst, a, &self.weights, form, added),
-        }
+        let done = self.base()?.multiply(dst, a, form, added);
+        self.panel = None;
+        done
     }
 
     /// Returns the first column and the width of each layer's output, relative to the part.
@@ -297,11 +329,11 @@ impl<'a> Part<'a> {
     /// Writes the outputs to the columns from `start` on, plus `added`. Returns the column after
     /// the last.
     fn forward(
-        &self,
+        mut self,
         x: &Tensor,
         (y, start): (&TensorMut, usize),
         added: Addend<'_>,
-        branch: BranchContext,
+        branch: BranchContext<'_>,
         (downs, saved): (Vec<Option<BranchSaved>>, &mut LoraSaved),
     ) -> Result<usize> {
         let columns = self.columns()?;
@@ -309,10 +341,10 @@ impl<'a> Part<'a> {
         let all = ColumnViewMut { tensor: y, start, len };
         let out = |&(at, len): &(usize, usize)| ColumnViewMut { tensor: y, start: start + at, len };
         let loras: Vec<_> = self.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref())).collect();
-        if let ([layer], [Some(lora)]) = (self.layers, &loras[..])
+        if let ([_], [Some(lora)]) = (self.layers, &loras[..])
             && lora.is_dora()
         {
-            let base = BaseWeight { values: layer.weight.get(), codes: self.codes()? };
+            let base = self.base()?;
             saved.0.push(Some(lora::dora_forward(&base, lora, x, all, added, branch.source)?));
         } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
             && !has_kernels(x.device())
@@ -327,9 +359,9 @@ impl<'a> Part<'a> {
             saved.0.push(Some(down));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
-            let base = |added| self.multiply(all, ColumnView::all(x), Transpose::Nt, added);
+            let base = |part: &mut Self, added| part.multiply(all, ColumnView::all(x), Transpose::Nt, added);
             if !branches_first {
-                base(added)?;
+                base(&mut self, added)?;
             }
             let added = if branches_first { added } else { Addend::Destination };
             for ((lora, down), columns) in loras.iter().zip(downs).zip(&columns) {
@@ -341,7 +373,7 @@ impl<'a> Part<'a> {
                 saved.0.push((*lora).map(through).transpose()?);
             }
             if branches_first {
-                base(Addend::Destination)?;
+                base(&mut self, Addend::Destination)?;
             }
         }
         for (layer, columns) in self.layers.iter().zip(&columns) {
@@ -356,7 +388,7 @@ impl<'a> Part<'a> {
     /// `pending`. Adds to `dx`, or writes it unless `added`, the gradient through its layers of the
     /// columns of `dy` from `start` on. Returns the column after the last.
     fn backward(
-        &self,
+        mut self,
         saved: &[Option<BranchSaved>],
         (dy, start): (&Tensor, usize),
         dx: Option<(&TensorMut, Addend<'_>)>,
@@ -369,10 +401,10 @@ impl<'a> Part<'a> {
         let (layers, source) = (self.layers, pending.source);
         let branches =
             || layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().zip(saved.as_ref()));
-        if let ([layer], Some(Some((lora, saved)))) = (layers, branches().next())
+        if let ([_], Some(Some((lora, saved)))) = (layers, branches().next())
             && lora.is_dora()
         {
-            let base = BaseWeight { values: layer.weight.get(), codes: self.codes()? };
+            let base = self.base()?;
             let du = lora::dora_backward(&base, lora, saved, all, dx, source)?;
             pending.adapters.push((lora, du));
         } else if let ([weight], [_], Some(Some((lora, saved))), Some((dx, added))) =
@@ -389,13 +421,13 @@ impl<'a> Part<'a> {
             let branches_first = has_kernels(dy.device())
                 && branches().all(|branch| branch.is_some_and(|(lora, _)| writes_first(lora)));
             let mut dx = dx;
-            let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
+            let base = |part: &mut Self, dx: Option<(&TensorMut, Addend<'_>)>| {
                 dx.map_or(Ok(()), |(dx, added)| {
-                    self.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
+                    part.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
                 })
             };
             if !branches_first {
-                base(dx)?;
+                base(&mut self, dx)?;
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             for (branch, columns) in branches().zip(&columns) {
@@ -408,7 +440,7 @@ impl<'a> Part<'a> {
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             if branches_first {
-                base(dx)?;
+                base(&mut self, dx)?;
             }
         }
         self.add_gradients((dy, start), pending)
@@ -458,7 +490,7 @@ pub(super) fn forward(
     linear: &MergedLinear,
     x: &Tensor,
     residual: Option<&Tensor>,
-    branch: BranchContext,
+    branch: BranchContext<'_>,
 ) -> Result<(Tensor, LoraSaved)> {
     let (rows, _) = x.dims2()?;
     let widths = linear.layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
@@ -474,7 +506,7 @@ pub(super) fn forward_into(
     x: &Tensor,
     y: &TensorMut,
     added: Addend<'_>,
-    branch: BranchContext,
+    branch: BranchContext<'_>,
 ) -> Result<LoraSaved> {
     let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
     let has_dora = loras().flatten().any(Lora::is_dora);
@@ -483,9 +515,9 @@ pub(super) fn forward_into(
         Some(group) => group.down(x)?,
         None => vec![None; linear.layers.len()],
     };
-    let mut saved = LoraSaved::default();
+    let (mut saved, panel) = (LoraSaved::default(), branch.panel(|| linear.quantized())?);
     let mut start = 0;
-    for part in linear.parts(x.device(), has_dora)? {
+    for part in linear.parts(x.device(), has_dora, panel)? {
         let of_part = downs.drain(..part.layers.len()).collect();
         start = part.forward(x, (y, start), added, branch, (of_part, &mut saved))?;
     }
@@ -497,7 +529,7 @@ pub(super) fn forward_into(
 pub(super) fn recompute(
     linear: &MergedLinear,
     x: impl FnOnce() -> Result<Tensor>,
-    branch: BranchContext,
+    branch: BranchContext<'_>,
 ) -> Result<LoraSaved> {
     let loras: Vec<_> = linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref())).collect();
     if loras.iter().all(Option::is_none) {
@@ -521,11 +553,11 @@ pub(super) fn backward<'a>(
     linear: &'a MergedLinear,
     saved: &LoraSaved,
     dy: &Tensor,
-    source: DropoutSource,
+    branch: BranchContext<'_>,
 ) -> Result<(Tensor, PendingGradients<'a>)> {
     let Some(first) = linear.layers.first() else { return Err(Error::internal("no layers")) };
     let dx = empty(dy.dim(0)?, first.weight.get().dims()?.1, dy.dtype(), dy.device())?;
-    let pending = backward_parts(linear, saved, dy, Some(&dx), source)?;
+    let pending = backward_parts(linear, saved, dy, Some(&dx), branch)?;
     Ok((dx.into_tensor(), pending))
 }
 
@@ -535,13 +567,13 @@ pub(super) fn backward_first<'a>(
     linear: &'a MergedLinear,
     saved: &LoraSaved,
     dy: &Tensor,
-    source: DropoutSource,
+    branch: BranchContext<'_>,
     need_dx: bool,
 ) -> Result<(Option<Tensor>, PendingGradients<'a>)> {
     if need_dx {
-        return backward(linear, saved, dy, source).map(|(dx, pending)| (Some(dx), pending));
+        return backward(linear, saved, dy, branch).map(|(dx, pending)| (Some(dx), pending));
     }
-    Ok((None, backward_parts(linear, saved, dy, None, source)?))
+    Ok((None, backward_parts(linear, saved, dy, None, branch)?))
 }
 
 /// Adds the gradients of trainable parameters that do not need the input. Writes the gradient of
@@ -551,22 +583,25 @@ pub(super) fn backward_parts<'a>(
     LoraSaved(saved): &LoraSaved,
     dy: &Tensor,
     dx: Option<&TensorMut>,
-    source: DropoutSource,
+    branch: BranchContext<'_>,
 ) -> Result<PendingGradients<'a>> {
+    // Without a gradient of the input nothing multiplies by the weights.
+    let panel = dx.map_or(Ok(None), |_| branch.panel(|| linear.quantized()))?;
+    let source = branch.source;
     let loras = || {
         linear.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().filter(|_| saved.is_some()))
     };
     if let Some(group) = LoraGroup::of(loras(), dy, source)? {
-        return linear.backward_grouped(group, saved, dy, dx);
+        return linear.backward_grouped(group, saved, dy, (dx, panel));
     }
     let has_dora = loras().flatten().any(Lora::is_dora);
     let (mut start, mut layer) = (0, 0);
     let mut pending = PendingGradients { source, ..PendingGradients::default() };
-    for part in linear.parts(dy.device(), has_dora)? {
+    for part in linear.parts(dy.device(), has_dora, panel)? {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
         let of_part = &saved[layer..layer + part.layers.len()];
+        layer += of_part.len();
         start = part.backward(of_part, (dy, start), dx, &mut pending)?;
-        layer += part.layers.len();
     }
     Ok(pending)
 }

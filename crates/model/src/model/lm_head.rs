@@ -44,7 +44,7 @@ impl HeadWeights {
         source: DropoutSource,
     ) -> Result<(LossSum, Tensor)> {
         let normed = self.normed(config, x)?;
-        let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
+        let u = self.down(&normed, BranchContext::alone(AdapterSwitch::On, source))?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
         let grads = OutputGrads {
             weight: self.lm_head.grad.as_ref(),
@@ -74,7 +74,7 @@ impl HeadWeights {
         adapter: AdapterSwitch,
     ) -> Result<Vec<TokenScore>> {
         let normed = self.normed(config, x)?;
-        let u = self.down(&normed, BranchContext { adapter, source: None })?;
+        let u = self.down(&normed, BranchContext::alone(adapter, None))?;
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
 
@@ -84,7 +84,7 @@ impl HeadWeights {
     /// A tensor operation failed.
     pub fn logits(&self, config: &ModelConfig, x: &Tensor, adapter: AdapterSwitch) -> Result<Tensor> {
         let normed = self.normed(config, x)?;
-        let u = self.down(&normed, BranchContext { adapter, source: None })?;
+        let u = self.down(&normed, BranchContext::alone(adapter, None))?;
         logits(&normed, self.output(u.as_ref()), config.logit_softcap)
     }
 
@@ -95,7 +95,7 @@ impl HeadWeights {
     }
 
     /// Returns the adapter's inner activations, `[N, r]`, or `None` without an adapter.
-    fn down(&self, normed: &Tensor, branch: BranchContext) -> Result<Option<Tensor>> {
+    fn down(&self, normed: &Tensor, branch: BranchContext<'_>) -> Result<Option<Tensor>> {
         let lora = branch.adapter.of(self.lora.as_ref());
         lora.map(|lora| lora.down(normed, branch.source)).transpose()
     }

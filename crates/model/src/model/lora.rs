@@ -14,12 +14,13 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::Param;
+use super::fp8_base::BaseWeights;
+use super::panels_ahead::{PanelWeights, PanelsAhead};
 use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
-use crate::ops::matmul_fp8::{Fp8Rows, matmul_fp8};
-use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight};
+use crate::ops::matmul_quantized::{Weight, dequantize};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
@@ -135,13 +136,34 @@ impl AdapterSwitch {
     }
 }
 
-/// The settings of the adapters of a block in a forward.
+/// The settings of the linear layers of a block in a pass.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct BranchContext {
+pub(super) struct BranchContext<'a> {
     /// Selects whether the adapters are used.
     pub(super) adapter: AdapterSwitch,
     /// The random stream of their dropout.
     pub(super) source: DropoutSource,
+    /// The panels of quantized weights, if they are made ahead.
+    pub(super) panels: Option<&'a PanelsAhead<'a>>,
+}
+
+impl BranchContext<'_> {
+    /// Returns the settings of a layer by itself.
+    pub(super) fn alone(adapter: AdapterSwitch, source: DropoutSource) -> Self {
+        BranchContext { adapter, source, panels: None }
+    }
+
+    /// Returns the panel of the weights of a product, if it was made ahead.
+    ///
+    /// # Errors
+    /// The device has not enough memory, or an operation of it failed.
+    pub(super) fn panel<'w>(
+        &self,
+        weights: impl FnOnce() -> Option<PanelWeights<'w>>,
+    ) -> Result<Option<Tensor>> {
+        let Some(panels) = self.panels else { return Ok(None) };
+        weights().map_or(Ok(None), |weights| panels.take(&weights))
+    }
 }
 
 /// The random stream of a block's dropout and its first token; `None` outside training.
@@ -279,32 +301,9 @@ impl Lora {
     }
 }
 
-/// The frozen weight below a DoRA branch.
-pub(super) struct BaseWeight<'a> {
-    /// The weight, whose norm DoRA computes.
-    pub(super) values: Weight<'a>,
-    /// Its codes, if it is multiplied in fp8.
-    pub(super) codes: Option<Fp8Rows>,
-}
-
-impl BaseWeight<'_> {
-    fn multiply(
-        &self,
-        dst: ColumnViewMut<'_>,
-        a: ColumnView<'_>,
-        form: Transpose,
-        added: Addend<'_>,
-    ) -> Result<()> {
-        match &self.codes {
-            Some(codes) => matmul_fp8(dst, a, codes, form, added),
-            None => matmul_weight(dst, a, self.values, form, added),
-        }
-    }
-}
-
-/// Writes `x Wᵀ` with the branch of DoRA to the columns `out`, plus `added`.
+/// Writes `x Wᵀ` with the branch of DoRA to the columns `out`, plus `added`, given its one weight.
 pub(super) fn dora_forward(
-    base: &BaseWeight<'_>,
+    base: &BaseWeights<'_>,
     lora: &Lora,
     x: &Tensor,
     out: ColumnViewMut<'_>,
@@ -312,8 +311,9 @@ pub(super) fn dora_forward(
     source: DropoutSource,
 ) -> Result<BranchSaved> {
     let Some(magnitude) = &lora.magnitude else { return Err(Error::internal("DoRA without a magnitude")) };
+    let [values] = base.values[..] else { return Err(Error::internal("DoRA on more than one weight")) };
     let panel;
-    let weight = match base.values {
+    let weight = match values {
         // The norm and the products read one panel.
         Weight::Quantized(quantized) if has_kernels(x.device()) => {
             panel = dequantize(&[quantized], x.dtype())?;
@@ -321,7 +321,7 @@ pub(super) fn dora_forward(
         }
         weight => weight,
     };
-    let base = BaseWeight { values: weight, codes: base.codes.clone() };
+    let base = BaseWeights { values: vec![weight], codes: base.codes.clone() };
     let u = lora.down(x, source)?;
     let b = ColumnView::all(&lora.b.value);
     let mut accumulate = added.place_in(out)?;
@@ -346,7 +346,7 @@ pub(super) fn dora_forward(
 /// Adds the gradients of DoRA's B and m, and returns that of u. Adds the gradient of `dy` through
 /// the layer to `dx`, or writes it if nothing is added.
 pub(super) fn dora_backward(
-    base: &BaseWeight<'_>,
+    base: &BaseWeights<'_>,
     lora: &Lora,
     saved: &BranchSaved,
     dy: ColumnView<'_>,

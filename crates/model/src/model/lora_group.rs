@@ -18,9 +18,8 @@ use candle_core::{DType, Tensor};
 
 use super::lora::{BranchSaved, DropoutSource, Lora};
 use crate::error::Result;
-use crate::ops::elementwise::add_into;
+use crate::ops::elementwise::{add_into, stack_rows};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
-use crate::runtime::copy::stacked;
 
 /// Two or more adapters of layers with the same input, in the order of the layers.
 pub(super) struct LoraGroup<'a> {
@@ -71,7 +70,7 @@ impl<'a> LoraGroup<'a> {
             return Ok(None);
         }
         let parts: Vec<_> = members.iter().map(|member| &member.lora.a.value).collect();
-        Ok(Some(LoraGroup { a: stacked(&parts)?, loras }))
+        Ok(Some(LoraGroup { a: stack_rows(&parts)?, loras }))
     }
 
     fn rank(&self) -> usize {

@@ -27,6 +27,7 @@ mod lm_head;
 mod lora;
 mod lora_group;
 mod norm;
+mod panels_ahead;
 mod rope;
 mod rotary_tables;
 mod semantics;

@@ -8,11 +8,11 @@ use rayon::prelude::*;
 
 use super::gpu::{self, Route, are_floats};
 use super::simd;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::to_device;
+use crate::runtime::copy::{stacked, to_device};
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
@@ -125,6 +125,22 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         });
         tensor(out, a.shape())
     })
+}
+
+/// Returns the rows of all `parts: [rows, width]`, one part under the other, `[Σ rows, width]` in
+/// their dtype.
+///
+/// # Errors
+/// Fails if there is no part, a part is not contiguous, their widths or dtypes differ, or the
+/// device has not enough memory.
+pub fn stack_rows(parts: &[&Tensor]) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("stack_rows").moves(&[parts, parts].concat()));
+    let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };
+    let alike = parts.iter().all(|part| part.dtype() == first.dtype()) && are_floats([first.dtype()]);
+    match Route::of(first, alike) {
+        Route::Kernel(driver) => cuda::stack_rows(driver, parts),
+        Route::Composed | Route::Cpu => stacked(parts),
+    }
 }
 
 /// Returns `factor · x`, of the same shape and dtype; f32 inside, rounded once. A factor of 1

@@ -456,8 +456,8 @@ impl AttentionWeights {
         MixerBackward { dout, need_dx }: MixerBackward,
         state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
-        let (heads, source) = (self.mixer.heads, pass.source());
-        let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
+        let (heads, branch) = (self.mixer.heads, pass.branch());
+        let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, branch)?;
         drop(dout);
         let (dattended, dgates) = match &saved.gates {
             None => {
@@ -496,7 +496,7 @@ impl AttentionWeights {
         } else {
             dqkv
         };
-        let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
+        let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

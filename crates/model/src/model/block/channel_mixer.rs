@@ -40,6 +40,25 @@ impl ChannelMixerWeights {
         }
     }
 
+    /// Returns the linear layers outside experts in the order of their products in forward.
+    pub(super) fn products(&self) -> Vec<&MergedLinear> {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => vec![&mlp.gate_up, &mlp.down],
+            ChannelMixerWeights::PlainMlp(mlp) => vec![&mlp.up, &mlp.down],
+            ChannelMixerWeights::Experts(_) => Vec::new(),
+            ChannelMixerWeights::MlpAndExperts(both) => vec![&both.mlp.gate_up, &both.mlp.down],
+        }
+    }
+
+    /// Returns the same without the product that [`ChannelMixerWeights::recompute`] leaves out.
+    pub(super) fn products_of_recompute(&self) -> Vec<&MergedLinear> {
+        let mut all = self.products();
+        if matches!(self, ChannelMixerWeights::GatedMlp(_) | ChannelMixerWeights::PlainMlp(_)) {
+            all.pop();
+        }
+        all
+    }
+
     /// Returns the layers whose dequantized panels serve recomputing and backward. Recomputing
     /// multiplies by `down_proj` only if its output `is_read`.
     pub(super) fn panels(&mut self, is_read: bool) -> Vec<&mut MergedLinear> {

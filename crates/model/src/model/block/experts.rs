@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::Experts;
 use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
-use crate::model::lora::DropoutSource;
+use crate::model::lora::BranchContext;
 use crate::ops::elementwise::{add, add_into};
 use crate::ops::embedding::embed;
 use crate::ops::experts::{
@@ -353,8 +353,8 @@ impl ExpertsWeights {
         dout: &Tensor,
         need_dx: bool,
     ) -> Result<InnerGradients<'_>> {
-        let (mixer, source, rows) = (&self.mixer, pass.source(), &saved.rows);
-        let (dproduct, dweights) = self.through_down(saved, dout, source)?;
+        let (mixer, branch, rows) = (&self.mixer, pass.branch(), &saved.rows);
+        let (dproduct, dweights) = self.through_down(saved, dout, branch)?;
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, mixer.activation)?;
         drop(dproduct);
         let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
@@ -363,7 +363,7 @@ impl ExpertsWeights {
         let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let dx = dx.as_ref().map(|dx| dx.narrow(0, start, len)).transpose()?;
             let dy = dgate_up.narrow(0, start, len)?;
-            linear::backward_parts(&self.experts[expert].gate_up, &loras[0], &dy, dx.as_ref(), source)
+            linear::backward_parts(&self.experts[expert].gate_up, &loras[0], &dy, dx.as_ref(), branch)
         };
         let mut experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         drop(dgate_up);
@@ -379,7 +379,7 @@ impl ExpertsWeights {
         }
         let dinput = || empty(dout.dim(0)?, width, dout.dtype(), dout.device());
         let dinput = need_dx.then(dinput).transpose()?;
-        let pending = linear::backward_parts(&self.router, &saved.router, &dlogits, dinput.as_ref(), source)?;
+        let pending = linear::backward_parts(&self.router, &saved.router, &dlogits, dinput.as_ref(), branch)?;
         let dinput = dinput.map(TensorMut::into_tensor);
         self.clear_others(rows)?;
         let dx = dx.filter(|_| need_dx);
@@ -412,13 +412,13 @@ impl ExpertsWeights {
         &self,
         saved: &ExpertsSaved,
         of_tokens: &Tensor,
-        source: DropoutSource,
+        branch: BranchContext<'_>,
     ) -> Result<(TensorMut, Tensor)> {
         let (dout, mixer) = (copied(of_tokens, &saved.rows)?, &self.mixer);
         let dproduct = empty(dout.dim(0)?, mixer.width, dout.dtype(), dout.device())?;
         let through = |(RowsOfExpert { expert, start, len }, loras): (RowsOfExpert, &'_ [LoraSaved; 2])| {
             let (dy, dx) = (dout.narrow(0, start, len)?, dproduct.narrow(0, start, len)?);
-            linear::backward_parts(&self.experts[expert].down, &loras[1], &dy, Some(&dx), source)
+            linear::backward_parts(&self.experts[expert].down, &loras[1], &dy, Some(&dx), branch)
         };
         let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);

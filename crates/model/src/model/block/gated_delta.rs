@@ -17,7 +17,6 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::DeltaMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
-use crate::ops::attention::Span;
 use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::gated_delta::{
     CHUNK, DeltaHeads, DeltaInputs, DeltaOutput, DeltaParamGrads, gated_delta, gated_delta_backward,
@@ -191,13 +190,12 @@ impl GatedDeltaWeights {
         if self.mixer.by_key_head {
             projected = columns_of(&projected, &KeyHeadOrder::new(self.mixer.heads).to_parts)?;
         }
-        let one = [Span::sequence(0, x.dim(0)?)];
-        let spans = if state.is_some() { &one[..] } else { pass.context.spans };
+        let spans = pass.spans(state.is_some(), x.dim(0)?);
         let columns = InputColumns::new(self.mixer.heads);
         let conv_state = state.as_ref().map(|state| &state.conv);
-        let qkv = causal_conv(view(&projected, columns.qkv), self.conv(), spans, conv_state)?;
+        let qkv = causal_conv(view(&projected, columns.qkv), self.conv(), &spans, conv_state)?;
         let inputs = self.inputs(&projected, &qkv);
-        let delta = gated_delta(inputs, self.mixer.heads, spans, state.as_ref().map(|state| &state.heads))?;
+        let delta = gated_delta(inputs, self.mixer.heads, &spans, state.as_ref().map(|state| &state.heads))?;
         drop(qkv);
         let normed = self.normed(pass, &projected, &delta)?;
         let (y, lora_out) = linear::forward(&self.out, &normed, residual, pass.branch())?;
@@ -234,8 +232,8 @@ impl GatedDeltaWeights {
         saved: &GatedDeltaSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (source, GatedDeltaSaved { projected, delta, .. }) = (pass.source(), saved);
-        let (dnormed, pending) = linear::backward(&self.out, &saved.lora_out, &dout, source)?;
+        let (branch, GatedDeltaSaved { projected, delta, .. }) = (pass.branch(), saved);
+        let (dnormed, pending) = linear::backward(&self.out, &saved.lora_out, &dout, branch)?;
         if pending.reads_input() {
             pending.add(&self.normed(pass, projected, delta)?)?;
         }
@@ -245,7 +243,7 @@ impl GatedDeltaWeights {
             dprojected = columns_of(&dprojected, &KeyHeadOrder::new(self.mixer.heads).to_heads)?;
         }
         let (saved, draw) = (&saved.lora_input, TensorMut::new(dprojected));
-        let (dinput, pending) = linear::backward_first(&self.input, saved, &draw, source, need_dx)?;
+        let (dinput, pending) = linear::backward_first(&self.input, saved, &draw, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 

@@ -88,8 +88,8 @@ impl GatedMlpWeights {
         saved: &GatedMlpSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let source = pass.source();
-        let (dproduct, pending) = linear::backward(&self.down, &saved.lora_down, &dout, source)?;
+        let branch = pass.branch();
+        let (dproduct, pending) = linear::backward(&self.down, &saved.lora_down, &dout, branch)?;
         drop(dout);
         // The gradient's memory becomes that of the product.
         let product = TensorMut::new(dproduct);
@@ -97,7 +97,7 @@ impl GatedMlpWeights {
         pending.add(&product)?;
         drop(product);
         let (dinput, pending) =
-            linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, source, need_dx)?;
+            linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::LatentMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
-use crate::model::lora::DropoutSource;
+use crate::model::lora::BranchContext;
 use crate::ops::attention::{AttentionOutput, Heads};
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::runtime::TensorMut;
@@ -217,9 +217,9 @@ impl LatentUp {
         latent: &Tensor,
         dy: &Tensor,
         mixer: &LatentMixer,
-        (lora, source): (&LoraSaved, DropoutSource),
+        (lora, branch): (&LoraSaved, BranchContext<'_>),
     ) -> Result<Tensor> {
-        let (dnormed, pending) = linear::backward(&self.up, lora, dy, source)?;
+        let (dnormed, pending) = linear::backward(&self.up, lora, dy, branch)?;
         if pending.reads_input() {
             pending.add(&self.normed(latent, mixer)?)?;
         }
@@ -229,6 +229,11 @@ impl LatentUp {
 }
 
 impl LatentWeights {
+    /// Returns the projections of the latents.
+    pub(super) fn ups(&self) -> impl Iterator<Item = &MergedLinear> {
+        self.q_up.iter().chain([&self.kv_up]).map(|up| &up.up)
+    }
+
     /// Returns the linear layers for changes to them.
     pub(super) fn linears(&mut self) -> Vec<&mut MergedLinear> {
         let ups = self.q_up.iter_mut().chain([&mut self.kv_up]).map(|up| &mut up.up);
@@ -271,8 +276,8 @@ impl LatentWeights {
         MixerBackward { dout, need_dx }: MixerBackward,
         state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
-        let (source, columns) = (pass.source(), LatentColumns::new(&self.mixer));
-        let (dattended, pending) = linear::backward(&self.attention.o, &saved.lora_o, &dout, source)?;
+        let (branch, columns) = (pass.branch(), LatentColumns::new(&self.mixer));
+        let (dattended, pending) = linear::backward(&self.attention.o, &saved.lora_o, &dout, branch)?;
         drop(dout);
         if pending.reads_input() {
             pending.add(&columns.without_zeros(&saved.attended.out)?)?;
@@ -287,15 +292,15 @@ impl LatentWeights {
         let latent = |range: Range<usize>| columns_of(&saved.first, &[range]);
         let dq = match (&self.q_up, &saved.lora_q) {
             (Some(q_up), Some(lora)) => {
-                q_up.backward(&latent(0..columns.first_q)?, &dq, &self.mixer, (lora, source))?
+                q_up.backward(&latent(0..columns.first_q)?, &dq, &self.mixer, (lora, branch))?
             }
             _ => dq,
         };
         let kv_latent = latent(columns.kv_latent())?;
-        let dkv = self.kv_up.backward(&kv_latent, &dkv, &self.mixer, (&saved.lora_kv, source))?;
+        let dkv = self.kv_up.backward(&kv_latent, &dkv, &self.mixer, (&saved.lora_kv, branch))?;
         let dfirst = TensorMut::new(Tensor::cat(&[dq, dkv, dshared], 1)?);
         let (dinput, pending) =
-            linear::backward_first(&self.attention.qkv, &saved.lora_first, &dfirst, source, need_dx)?;
+            linear::backward_first(&self.attention.qkv, &saved.lora_first, &dfirst, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

@@ -84,6 +84,12 @@ impl PerLayerWeights {
         [&mut self.gate, &mut self.projection].into_iter().chain(model)
     }
 
+    /// Returns the linear layers of each block in the order of their products in forward. The one
+    /// that makes the inputs of all blocks makes its own panels.
+    pub(super) fn products(&self) -> [&MergedLinear; 2] {
+        [&self.gate, &self.projection]
+    }
+
     /// Adds the block's input to the output `y: [N, D]` of its mixers. Also returns the tensors
     /// that backward needs.
     pub(super) fn forward(
@@ -126,8 +132,8 @@ impl PerLayerWeights {
         dout: &Tensor,
         state: &mut CarriedBackward<'_>,
     ) -> Result<MixerGradients<'_>> {
-        let (config, source, width) = (pass.config, pass.source(), self.input.width);
-        let (dgated, pending) = linear::backward(&self.projection, &saved.lora_projection, dout, source)?;
+        let (config, branch, width) = (pass.config, pass.branch(), self.input.width);
+        let (dgated, pending) = linear::backward(&self.projection, &saved.lora_projection, dout, branch)?;
         let both = self.gate_and_input(pass, &saved.gate, state.carried)?;
         let dgated = TensorMut::new(dgated);
         let d = glu_backward(&both, &dgated, self.input.activation)?;
@@ -137,7 +143,7 @@ impl PerLayerWeights {
         let [dgate, dinput] = [0, width].map(|start| d.narrow(1, start, width)?.contiguous());
         let (start, all) = (config.per_layer_width(pass.layer), config.per_layer_width(config.num_layers()));
         state.gradients.set_input(&dinput?, start, all)?;
-        let (dy, pending) = linear::backward(&self.gate, &saved.lora_gate, &dgate?, source)?;
+        let (dy, pending) = linear::backward(&self.gate, &saved.lora_gate, &dgate?, branch)?;
         Ok(MixerGradients { dinput: Some(dy), pending: pending.into() })
     }
 
@@ -173,7 +179,7 @@ impl PerLayerModelWeights {
         let d = rms_norm_backward(&projected, weight, &dnormed, None, grad, None, pass.config.norm)?;
         drop(projected);
         let d = scaled(&d.reshape(drows.shape())?, root(pass.config))?;
-        let (dx, pending) = linear::backward_first(&self.projection, &lora, &d, pass.source(), need_dx)?;
+        let (dx, pending) = linear::backward_first(&self.projection, &lora, &d, pass.branch(), need_dx)?;
         pending.add(x)?;
         state.gradients.per_layer = Some(TensorMut::new(drows));
         Ok(dx)

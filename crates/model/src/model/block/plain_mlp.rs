@@ -112,15 +112,15 @@ impl PlainMlpWeights {
         saved: &PlainMlpSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let source = pass.source();
-        let (dactivated, pending) = linear::backward(&self.down, &saved.lora_down, &dout, source)?;
+        let branch = pass.branch();
+        let (dactivated, pending) = linear::backward(&self.down, &saved.lora_down, &dout, branch)?;
         drop(dout);
         // The gradient's memory becomes that of the activated values.
         let activated = TensorMut::new(dactivated);
         let dup = self.activation.backward(&saved.up, &activated)?;
         pending.add(&activated)?;
         drop(activated);
-        let (dinput, pending) = linear::backward_first(&self.up, &saved.lora_up, &dup, source, need_dx)?;
+        let (dinput, pending) = linear::backward_first(&self.up, &saved.lora_up, &dup, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

@@ -135,8 +135,8 @@ impl SharedExpertWeights {
         saved: &SharedExpertSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<(Option<Tensor>, PendingShared<'_>)> {
-        let source = pass.source();
-        let (dproduct, pending) = linear::backward(&self.down, &saved.lora_down, &dout, source)?;
+        let branch = pass.branch();
+        let (dproduct, pending) = linear::backward(&self.down, &saved.lora_down, &dout, branch)?;
         drop(dout);
         let dproduct = TensorMut::new(dproduct);
         let product = TensorMut::new(glu(&saved.gate_up, self.activation)?);
@@ -151,12 +151,12 @@ impl SharedExpertWeights {
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, self.activation)?;
         drop(dproduct);
         let (mut dx, pending) =
-            linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, source, need_dx)?;
+            linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, branch, need_dx)?;
         let mut all = vec![pending];
         if let (Some(factor), Some(FactorSaved { lora, .. }), Some(dlogits)) =
             (&self.factor, &saved.factor, dlogits)
         {
-            let (through, pending) = linear::backward_first(factor, lora, &dlogits, source, need_dx)?;
+            let (through, pending) = linear::backward_first(factor, lora, &dlogits, branch, need_dx)?;
             dx = dx.zip(through).map(|(dx, through)| add(&dx, &through)).transpose()?;
             all.push(pending);
         }

@@ -15,7 +15,6 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::ShortConvMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
-use crate::ops::attention::Span;
 use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::{ColumnView, ColumnViewMut, empty};
 use crate::runtime::TensorMut;
@@ -104,12 +103,11 @@ impl ShortConvWeights {
         state: Option<&mut ConvState>,
     ) -> Result<(Tensor, ShortConvSaved)> {
         let (projected, lora_input) = linear::forward(&self.input, x, None, pass.branch())?;
-        let one = [Span::sequence(0, x.dim(0)?)];
-        let spans = if state.is_some() { &one[..] } else { pass.context.spans };
+        let spans = pass.spans(state.is_some(), x.dim(0)?);
         let GatedInputs { b, c, x } = GatedInputs::of(&projected)?;
         let gated = (b * x)?;
         let state = state.as_ref().map(|state| &state.0);
-        let convolved = causal_conv(ColumnView::all(&gated), self.conv(), spans, state)?;
+        let convolved = causal_conv(ColumnView::all(&gated), self.conv(), &spans, state)?;
         drop(gated);
         let product = (c * convolved)?;
         let (y, lora_out) = linear::forward(&self.out, &product, residual, pass.branch())?;
@@ -124,8 +122,8 @@ impl ShortConvWeights {
         saved: &ShortConvSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (source, spans) = (pass.source(), pass.context.spans);
-        let (dproduct, pending) = linear::backward(&self.out, &saved.lora_out, &dout, source)?;
+        let (branch, spans) = (pass.branch(), pass.context.spans);
+        let (dproduct, pending) = linear::backward(&self.out, &saved.lora_out, &dout, branch)?;
         drop(dout);
         let GatedInputs { b, c, x } = GatedInputs::of(&saved.projected)?;
         let gated = (&b * &x)?;
@@ -143,7 +141,7 @@ impl ShortConvWeights {
         let dgated = dgated.into_tensor();
         let draw = TensorMut::new(Tensor::cat(&[(&dgated * x)?, dc, (dgated * b)?], 1)?);
         let (dinput, pending) =
-            linear::backward_first(&self.input, &saved.lora_input, &draw, source, need_dx)?;
+            linear::backward_first(&self.input, &saved.lora_input, &draw, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 

@@ -10,6 +10,8 @@ use crate::model::{
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 
+mod product_order;
+
 const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;

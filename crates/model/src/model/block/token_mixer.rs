@@ -37,6 +37,20 @@ impl TokenMixerWeights {
         }
     }
 
+    /// Returns the linear layers in the order of their products in forward, or in backward.
+    pub(super) fn products(&self, in_backward: bool) -> Vec<&MergedLinear> {
+        let (first, ups, last) = match self {
+            TokenMixerWeights::Attention(attention) => (&attention.qkv, Vec::new(), &attention.o),
+            TokenMixerWeights::Latent(latent) => {
+                (&latent.attention.qkv, latent.ups().collect(), &latent.attention.o)
+            }
+            TokenMixerWeights::GatedDelta(delta) => (&delta.input, Vec::new(), &delta.out),
+            TokenMixerWeights::ShortConv(conv) => (&conv.input, Vec::new(), &conv.out),
+        };
+        let (first, last) = if in_backward { (last, first) } else { (first, last) };
+        std::iter::once(first).chain(ups).chain([last]).collect()
+    }
+
     /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
     pub(super) fn forward(
         &self,

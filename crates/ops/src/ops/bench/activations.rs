@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::elementwise::{add, scaled};
+use crate::ops::elementwise::{add, scaled, stack_rows};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
@@ -20,6 +20,8 @@ use crate::runtime::rng::RngStream;
 
 const NORM: NormKind = NormKind { eps: 1e-6, unit_offset: false };
 const F32_BYTES: usize = 4;
+/// The rank of adapters.
+const RANK: usize = 16;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     vec![
@@ -42,6 +44,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         dropped(shapes),
         residual_sum(shapes),
         scaled_copy(shapes),
+        stacked_rows(shapes),
         bias(shapes),
         bias_gradient(shapes),
         magnitudes(shapes),
@@ -261,6 +264,16 @@ fn scaled_copy(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     TimedOp::moving(bytes, ("scaled", shape, shapes.dtype), move |inputs| {
         inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| scaled(x, 0.22).map(drop))
+    })
+}
+
+/// Times the copy of the A of two adapters with one input into one matrix.
+fn stacked_rows(shapes: &BenchShapes) -> TimedOp {
+    let d = shapes.widths.hidden_size;
+    let what = ("stack_rows", format!("2 of {RANK}x{d}"), shapes.dtype);
+    TimedOp::moving(shapes.bytes(4 * RANK * d), what, move |inputs| {
+        let sets = inputs.sets(|_| Ok([inputs.normal(1.0, (RANK, d))?, inputs.normal(1.0, (RANK, d))?]))?;
+        sets.calls(|[a, b]| stack_rows(&[&**a, &**b]).map(drop))
     })
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::{add, add_into, scaled, sums_of_squares};
+use super::{add, add_into, scaled, stack_rows, sums_of_squares};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance, in_f64};
 use crate::runtime::copy;
@@ -24,6 +24,8 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             Ok(vec![TensorPair::new(scaled(&x.here, 0.22)?, x.plain.affine(0.22, 0.0)?)])
         }),
         squares_case("three tensors", vec![SQUARE.into(), 5.into(), 40_003.into()]),
+        stacked_case("", vec![3, 1, 8], 37),
+        stacked_case("whole accesses", vec![16, 8], 2112),
     ];
     cases.extend(into_cases("", SQUARE));
     cases
@@ -34,6 +36,17 @@ pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
     OpCase::new("add", what, Tolerance::ROUNDED, move |runner| {
         let (a, b) = (runner.normal("a", shape)?, runner.normal("b", shape)?);
         Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
+    })
+}
+
+/// Returns the case of matrices of these rows and this width, one under the other.
+pub(in crate::ops) fn stacked_case(what: &str, rows: Vec<usize>, width: usize) -> OpCase {
+    OpCase::new("stack_rows", what, Tolerance::ROUNDED, move |runner| {
+        let all = rows.iter().map(|rows| runner.normal("x", (*rows, width)));
+        let all = all.collect::<Result<Vec<_>>>()?;
+        let here: Vec<&Tensor> = all.iter().map(|x| &*x.here).collect();
+        let plain: Vec<&Tensor> = all.iter().map(|x| &*x.plain).collect();
+        Ok(vec![TensorPair::new(stack_rows(&here)?, Tensor::cat(&plain, 0)?)])
     })
 }
 

@@ -1,8 +1,8 @@
-//! Elementwise sums by the kernels of `kernels/elementwise.cu`.
+//! Elementwise sums and copies of rows by the kernels of `kernels/elementwise.cu`.
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
@@ -47,6 +47,30 @@ pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor>
         kernels::add_f32(driver, shape, In::all(a)?, In::all(b)?, Out::all(&y)?, count as i64)?;
     }
     Ok(y.reshape(a.shape())?)
+}
+
+/// Copies the rows of each part by a launch of its own.
+pub(super) fn stack_rows(driver: &dyn Driver, parts: &[&Tensor]) -> Result<Tensor> {
+    let sizes = parts.iter().map(|part| part.dims2()).collect::<candle_core::Result<Vec<_>>>()?;
+    let width = sizes.first().map_or(0, |(_, width)| *width);
+    if sizes.iter().any(|(_, other)| *other != width) {
+        return Err(Error::internal("rows to stack have several widths").because(format!("{sizes:?}")));
+    }
+    let dtype = parts[0].dtype();
+    let y = empty(sizes.iter().map(|(rows, _)| rows).sum(), width, dtype, parts[0].device())?;
+    let (columns, pitch, mut start) = (number(width)?, width as i64, 0);
+    for (part, (rows, _)) in parts.iter().zip(sizes) {
+        let (to, shape, all) = (y.narrow(0, start, rows)?, LaunchShape::line(rows, 256), In::optional(None)?);
+        if dtype == DType::BF16 {
+            let (x, y) = (In::all(part)?, Out::all(&to)?);
+            kernels::gather_rows_bf16(driver, shape, x, all, y, columns, pitch, pitch)?;
+        } else {
+            let (x, y) = (In::all(part)?, Out::all(&to)?);
+            kernels::gather_rows_f32(driver, shape, x, all, y, columns, pitch, pitch)?;
+        }
+        start += rows;
+    }
+    Ok(y.into_tensor())
 }
 
 pub(super) fn add_into(driver: &dyn Driver, dst: &TensorMut, x: &Tensor) -> Result<()> {

@@ -27,11 +27,13 @@ pub(crate) struct Arg {
     pub(crate) size: usize,
     /// Bytes that the launch reads and writes at the address.
     pub(crate) moved: u64,
+    /// True if the launch writes there.
+    pub(crate) is_written: bool,
 }
 
 impl Arg {
     /// A null pointer.
-    const NONE: Arg = Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0 };
+    const NONE: Arg = Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0, is_written: false };
 }
 
 /// An element type that kernels support.
@@ -106,7 +108,7 @@ impl<T: KernelElement> ElementAddress<'_, T> {
 
     /// Returns `rows` rows of `row_bytes` bytes, `pitch` bytes apart.
     fn new(value: u64, rows: u64, row_bytes: u64, pitch: u64) -> Self {
-        let arg = Arg { value, rows, row_bytes, pitch, size: 8, moved: rows * row_bytes };
+        let arg = Arg { value, rows, row_bytes, pitch, moved: rows * row_bytes, ..Arg::NONE };
         ElementAddress { arg, of: PhantomData }
     }
 
@@ -145,7 +147,7 @@ fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
 }
 
 macro_rules! pointers {
-    ($($(#[$doc:meta])* $name:ident: $times:literal),*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $times:literal, $is_written:literal;)*) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub(crate) struct $name<'a, T>(ElementAddress<'a, T>);
@@ -184,16 +186,16 @@ macro_rules! pointers {
 
             /// Returns the argument of a launch.
             pub(crate) fn arg(self) -> Arg {
-                Arg { moved: $times * self.0.arg.moved, ..self.0.arg }
+                Arg { moved: $times * self.0.arg.moved, is_written: $is_written, ..self.0.arg }
             }
         }
     )*};
 }
 pointers!(
     /// A tensor that a kernel reads.
-    In: 1,
+    In: 1, false;
     /// A tensor that a kernel writes, every element once, without reading it.
-    Out: 1,
+    Out: 1, true;
     /// A tensor that a kernel reads and writes in place.
-    InOut: 2
+    InOut: 2, true;
 );

@@ -1,14 +1,16 @@
 //! The driver of NVIDIA GPUs: it loads the code that `build.rs` compiles from `kernels/`, and runs
-//! it on the one stream of candle's device, in order with candle's own work. Not yet run on a GPU.
+//! it on the stream of candle's device, in order with candle's own work. Some work runs on a second
+//! stream, ordered by events (`beside.rs`). Not yet run on a GPU.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
+use super::beside::{TwoQueues, WorkBeside, launch_beside};
 use super::cublas::{Cublas, scales_rows};
 use super::queue_limit::QueueLimit;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
@@ -37,15 +39,21 @@ const SYNC_VARIABLE: &str = "FINETUNE_CUDA_SYNC";
 /// One stream of one GPU.
 pub(super) struct CudaDriver {
     stream: Arc<CudaStream>,
+    /// The stream on which all memory is allocated and freed: the same one, or that of the first
+    /// queue.
+    of_memory: Arc<CudaStream>,
     /// True if the binary has code for this GPU.
     runs_code: bool,
     /// True if products of e4m3 take scales of rows.
     scales_rows: bool,
     /// True if the host waits after each launch.
     waits: bool,
-    loaded: Mutex<Loaded>,
+    /// Code of the context, which both queues launch.
+    loaded: Arc<Mutex<Loaded>>,
     cublas: Mutex<Option<Cublas>>,
     queue: Mutex<QueueLimit<CudaEvent>>,
+    /// The driver of the second queue, started at its first use.
+    second: OnceLock<&'static CudaDriver>,
 }
 
 /// Handles of the CUDA driver, which live as long as the process.
@@ -91,13 +99,15 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
         let scales_rows = capability.is_ok_and(scales_rows);
         let key = DriverHandle(stream.cu_stream());
         let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
+            of_memory: stream.clone(),
             stream,
             runs_code,
             scales_rows,
             waits,
-            loaded: Mutex::default(),
+            loaded: Arc::default(),
             cublas: Mutex::default(),
             queue: Mutex::default(),
+            second: OnceLock::new(),
         }));
         drivers.push((key, driver));
         driver
@@ -118,17 +128,22 @@ fn compute_capability(stream: &CudaStream) -> Result<(i32, i32), DriverError> {
     Ok((number(MAJOR)?, number(MINOR)?))
 }
 
+/// Returns the error of a call for a stream; the host `waits` after each launch or not.
+fn failed(stream: &CudaStream, waits: bool, doing: &str, error: &DriverError) -> Error {
+    let ordinal = stream.context().ordinal();
+    let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
+    match (error.device_fault(), waits) {
+        (Some(DeviceFault::Kernel), true) => error.hint("please report this message"),
+        (Some(DeviceFault::Kernel), false) => {
+            error.because("a GPU reports faults late: an earlier kernel may have caused this one")
+        }
+        _ => error,
+    }
+}
+
 impl CudaDriver {
     fn failed(&self, doing: String, error: DriverError) -> Error {
-        let ordinal = self.stream.context().ordinal();
-        let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
-        match (error.device_fault(), self.waits) {
-            (Some(DeviceFault::Kernel), true) => error.hint("please report this message"),
-            (Some(DeviceFault::Kernel), false) => {
-                error.because("a GPU reports faults late: an earlier kernel may have caused this one")
-            }
-            _ => error,
-        }
+        failed(&self.stream, self.waits, &doing, &error)
     }
 
     /// Waits for all launched work if each launch is synchronous.
@@ -142,7 +157,29 @@ impl CudaDriver {
     /// Runs `call`, and once again with an empty memory pool if the GPU is out of memory: modules
     /// and libraries allocate outside the pool.
     fn with_room<T>(&self, kind: PlannedFailure, call: impl FnMut() -> Result<T>) -> Result<T> {
-        with_room(kind, || make_room_on(&self.stream), call)
+        with_room(kind, || make_room_on(&self.of_memory), call)
+    }
+
+    /// Returns the driver of a second queue of the GPU. Both live as long as the process.
+    fn second(&self) -> Result<&'static CudaDriver> {
+        if let Some(second) = self.second.get().copied() {
+            return Ok(second);
+        }
+        let stream = self.stream.context().new_stream();
+        let stream = stream.map_err(|error| self.failed("start a second stream".to_owned(), error))?;
+        Ok(self.second.get_or_init(|| {
+            Box::leak(Box::new(CudaDriver {
+                stream,
+                of_memory: self.of_memory.clone(),
+                runs_code: self.runs_code,
+                scales_rows: self.scales_rows,
+                waits: self.waits,
+                loaded: self.loaded.clone(),
+                cublas: Mutex::default(),
+                queue: Mutex::default(),
+                second: OnceLock::new(),
+            }))
+        }))
     }
 
     /// Counts a launch or a product, and waits if the queue is too long.
@@ -252,8 +289,8 @@ impl Driver for CudaDriver {
         self.with_room(PlannedFailure::Module, || {
             let function = self.function(kernel, shape.shared_bytes)?;
             // SAFETY: `build.rs` generated the call from the kernel's signature, so the arguments
-            // have the declared types. The tensors behind them are freed on this stream, after the
-            // kernel.
+            // have the declared types. The tensors behind them are freed on the stream of memory,
+            // after the kernel: it is this stream, or waits for this one before (`beside.rs`).
             let launched = unsafe {
                 let stream = self.stream.cu_stream();
                 result::launch_kernel(
@@ -291,8 +328,16 @@ impl Driver for CudaDriver {
         self.cublas(&mut locked(&self.cublas)).map(|cublas| cublas.choose_place(place))
     }
 
+    fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
+        self.bind()?;
+        let queues = Queues { first: self, second: self.second()? };
+        let end = launch_beside(&queues, || work(queues.second))?;
+        Ok(Some(Box::new(End { of: end, first: self.stream.clone(), waits: self.waits })))
+    }
+
     fn preload(&self) -> Result<()> {
         self.bind()?;
+        self.second()?;
         for (name, _) in CODE {
             self.with_room(PlannedFailure::Module, || {
                 let module = self.module(&mut locked(&self.loaded), name)?;
@@ -301,5 +346,47 @@ impl Driver for CudaDriver {
         }
         let mut started = locked(&self.cublas);
         self.with_room(PlannedFailure::Product, || self.cublas(&mut started).map(drop))
+    }
+}
+
+/// The two queues of a GPU.
+struct Queues<'a> {
+    first: &'a CudaDriver,
+    second: &'static CudaDriver,
+}
+
+impl TwoQueues for Queues<'_> {
+    type Mark = CudaEvent;
+
+    fn follow(&self) -> Result<()> {
+        let Queues { first, second } = self;
+        let followed = second.stream.join(&first.stream);
+        followed.map_err(|error| first.failed("order two streams".to_owned(), error))
+    }
+
+    fn mark(&self) -> Result<CudaEvent> {
+        let event = self.second.stream.record_event(None);
+        event.map_err(|error| self.first.failed("order two streams".to_owned(), error))
+    }
+
+    fn finish(&self) {
+        // The failure before this one is reported.
+        let _ = wait_for_stream(&self.second.stream);
+    }
+}
+
+/// The end of work on the second queue.
+#[derive(Debug)]
+struct End {
+    of: CudaEvent,
+    first: Arc<CudaStream>,
+    /// True if the host waits after each launch.
+    waits: bool,
+}
+
+impl WorkBeside for End {
+    fn join(&self) -> Result<()> {
+        let joined = self.first.context().bind_to_thread().and_then(|()| self.first.wait(&self.of));
+        joined.map_err(|error| failed(&self.first, self.waits, "order two streams", &error))
     }
 }

@@ -18,7 +18,8 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
+use super::recorder::{note_launch, note_product};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
 use crate::runtime::device_memory::with_room;
@@ -151,11 +152,44 @@ impl Driver for Emulator {
         if shape.is_empty() {
             return Ok(());
         }
+        note_launch(kernel, shape, args);
         with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        note_product(gemm);
         with_room(PlannedFailure::Product, || Ok(()), || multiply(gemm))
+    }
+
+    fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
+        let launches = Launches::default();
+        work(&launches)?;
+        if !SCHEDULE.get().late_copies {
+            launches.join()?;
+        }
+        Ok(Some(Box::new(launches)))
+    }
+}
+
+/// Launches on the second queue, which run when they are waited for: as late as possible.
+#[derive(Debug, Default)]
+struct Launches(RefCell<Vec<(Kernel, LaunchShape, Vec<Arg>)>>);
+
+impl Driver for Launches {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        self.0.borrow_mut().push((*kernel, shape, args.to_vec()));
+        Ok(())
+    }
+
+    fn gemm(&self, _: &Gemm) -> Result<()> {
+        Err(Error::internal("a product on the second queue"))
+    }
+}
+
+impl WorkBeside for Launches {
+    fn join(&self) -> Result<()> {
+        let launches = self.0.take();
+        launches.iter().try_for_each(|(kernel, shape, args)| Emulator.launch(kernel, *shape, args))
     }
 }
 

@@ -11,6 +11,7 @@
 )]
 
 mod args;
+mod beside;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cublas;
@@ -29,6 +30,8 @@ mod preload;
 pub(crate) mod probe;
 #[cfg(any(feature = "cuda", feature = "kernel-emu"))]
 mod queue_limit;
+#[cfg(feature = "kernel-emu")]
+mod recorder;
 mod transfer;
 #[cfg(feature = "kernel-emu")]
 mod work_counter;
@@ -38,11 +41,14 @@ use half::bf16;
 
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
+pub(crate) use self::beside::WorkBeside;
 pub(crate) use self::constant::constant;
 pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
+#[cfg(feature = "kernel-emu")]
+pub use self::recorder::{RecordedWork, record};
 pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
@@ -174,6 +180,19 @@ pub(crate) trait Driver: std::fmt::Debug {
     /// Returns whether a product of e4m3 takes a scale for each row of both operands.
     fn scales_rows(&self) -> bool {
         true
+    }
+
+    /// Calls `work` with a driver that launches on a second queue of the device: after all work
+    /// launched so far, and beside later work. Returns its end; none if the device has one queue,
+    /// and `work` was not called.
+    ///
+    /// # Errors
+    /// Fails if `work` does, or the driver refuses the second queue. Nothing of `work` runs then.
+    fn beside(
+        &self,
+        _work: &mut dyn FnMut(&dyn Driver) -> Result<()>,
+    ) -> Result<Option<Box<dyn WorkBeside>>> {
+        Ok(None)
     }
 
     /// Announces that the next launch is attention with this many floating-point operations.

@@ -8,23 +8,35 @@ use std::sync::{LazyLock, Mutex};
 
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::queue_limit::QueueLimit;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
-use crate::error::Result;
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside};
+use crate::error::{Error, Result};
 use crate::locks::locked;
+
+/// Operations for each byte below which a product is thin: an A100 computes 153 at its peak in
+/// bf16, an H100 295.
+const THIN: f64 = 100.0;
 
 /// The work requested of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GpuWork {
     /// Number of kernel launches.
     pub launches: u64,
+    /// Those of them on a second queue, beside products.
+    pub launches_beside: u64,
     /// Number of matrix products.
     pub gemms: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
+    /// Those of them by launches on a second queue.
+    pub bytes_beside: u64,
     /// Bytes that products read and write, each operand once.
     pub gemm_bytes: u64,
+    /// Those of them by thin products, which memory bounds on every GPU.
+    pub thin_bytes: u64,
     /// Operations of products; a multiplication and an addition count as two.
     pub gemm_flops: f64,
+    /// Those of them by thin products.
+    pub thin_flops: f64,
     /// Those of them whose operands are codes of e4m3.
     pub fp8_flops: f64,
     /// Operations of attention's products, counted likewise.
@@ -33,8 +45,8 @@ pub struct GpuWork {
     pub uploaded_bytes: u64,
     /// Number of times the host waited to read a result.
     pub waits: u64,
-    /// Largest number of launches and products since the process began that the host had not waited
-    /// for.
+    /// Largest number of launches and products of one queue since the process began that the host
+    /// had not waited for.
     pub most_ahead: u64,
 }
 
@@ -43,10 +55,14 @@ impl std::ops::Sub for GpuWork {
     fn sub(self, before: GpuWork) -> GpuWork {
         GpuWork {
             launches: self.launches - before.launches,
+            launches_beside: self.launches_beside - before.launches_beside,
             gemms: self.gemms - before.gemms,
             kernel_bytes: self.kernel_bytes - before.kernel_bytes,
+            bytes_beside: self.bytes_beside - before.bytes_beside,
             gemm_bytes: self.gemm_bytes - before.gemm_bytes,
+            thin_bytes: self.thin_bytes - before.thin_bytes,
             gemm_flops: self.gemm_flops - before.gemm_flops,
+            thin_flops: self.thin_flops - before.thin_flops,
             fp8_flops: self.fp8_flops - before.fp8_flops,
             attention_flops: self.attention_flops - before.attention_flops,
             uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
@@ -58,11 +74,14 @@ impl std::ops::Sub for GpuWork {
 
 impl GpuWork {
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
-    /// per second, twice as many of e4m3. Products are bound by the slower of the two, attention by
-    /// operations, other kernels by memory; their times add up.
+    /// per second, twice as many of e4m3. Attention is bound by operations, thin products and
+    /// kernels by memory, and other products with the launches beside them by the slower of the
+    /// two; their times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
-        let products = ((self.gemm_flops - self.fp8_flops / 2.0) / flops).max(self.gemm_bytes as f64 / bytes);
-        products + self.attention_flops / flops + self.kernel_bytes as f64 / bytes
+        let products = (self.gemm_flops - self.thin_flops - self.fp8_flops / 2.0) / flops;
+        let beside = (self.gemm_bytes - self.thin_bytes + self.bytes_beside) as f64 / bytes;
+        let moved = (self.thin_bytes + self.kernel_bytes - self.bytes_beside) as f64 / bytes;
+        products.max(beside) + self.attention_flops / flops + moved
     }
 }
 
@@ -71,24 +90,75 @@ impl GpuWork {
 struct WorkCounter {
     work: GpuWork,
     busy: bool,
-    queue: QueueLimit<u64>,
-    /// Launches and products that the host has waited for.
+    first: Queue,
+    second: Queue,
+    /// Arguments of the launches on the second queue for which the first has not waited, with the
+    /// number of their work.
+    beside: Vec<(u64, Arg)>,
+    /// Pieces of work on the second queue.
+    pieces: u64,
+}
+
+/// One of the queues of a GPU.
+#[derive(Default)]
+struct Queue {
+    limit: QueueLimit<u64>,
+    /// Its launches and products.
+    all: u64,
+    /// Those that the host has waited for.
     finished: u64,
 }
 
-impl WorkCounter {
-    /// Counts a launch or a product in the queue, whose length is limited as on a GPU.
-    fn queued(&mut self) {
-        self.busy = true;
-        let all = self.work.launches + self.work.gemms;
-        self.work.most_ahead = self.work.most_ahead.max(all - self.finished);
-        let finished = &mut self.finished;
+impl Queue {
+    /// Counts a launch or a product in the queue, whose length is limited as on a GPU. Returns how
+    /// many the host has not waited for.
+    fn queued(&mut self) -> u64 {
+        self.all += 1;
+        let (all, finished) = (self.all, &mut self.finished);
+        let ahead = all - *finished;
         let wait = |mark| {
             *finished = (*finished).max(mark);
             Ok(())
         };
-        let Ok(()) = self.queue.launched::<Infallible>(|| Ok(all), wait);
+        let Ok(()) = self.limit.launched::<Infallible>(|| Ok(all), wait);
+        ahead
     }
+}
+
+impl WorkCounter {
+    /// Counts a launch or a product in the first or the second queue.
+    fn queued(&mut self, beside: bool) {
+        self.busy = true;
+        let ahead = if beside { self.second.queued() } else { self.first.queued() };
+        self.work.most_ahead = self.work.most_ahead.max(ahead);
+    }
+
+    /// Counts a launch in the first or the second queue.
+    fn launched(&mut self, args: &[Arg], beside: bool) {
+        self.work.launches += 1;
+        self.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
+        self.queued(beside);
+    }
+
+    /// Refuses work of the first queue that uses memory which the second writes, or writes what it
+    /// reads, without a wait between them.
+    fn check_order(&self, what: &str, args: &[Arg]) -> Result<()> {
+        let conflicts = |arg: &Arg| self.beside.iter().any(|(_, other)| conflict(arg, other));
+        if args.iter().any(conflicts) {
+            return Err(Error::internal(format!("{what} uses memory of the second queue before its end")));
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether two arguments share memory that one of them is written to.
+fn conflict(a: &Arg, b: &Arg) -> bool {
+    let end = |arg: &Arg| match arg.rows {
+        0 => arg.value,
+        rows => arg.value + (rows - 1) * arg.pitch + arg.row_bytes,
+    };
+    let are_memory = a.rows > 0 && b.rows > 0;
+    are_memory && (a.is_written || b.is_written) && a.value < end(b) && b.value < end(a)
 }
 
 static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
@@ -107,16 +177,14 @@ fn with_requested<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
 pub(super) struct LaunchCounter;
 
 impl Driver for LaunchCounter {
-    fn launch(&self, _kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
         if shape.is_empty() {
             return Ok(());
         }
         with_requested(|asked| {
-            asked.work.launches += 1;
-            asked.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
-            asked.queued();
-        });
-        Ok(())
+            asked.launched(args, false);
+            asked.check_order(kernel.name, args)
+        })
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -125,17 +193,33 @@ impl Driver for LaunchCounter {
             (matrix.rows * matrix.cols * element.bytes()) as u64
         };
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
+        let d = Arg { is_written: true, ..gemm.d.arg };
         with_requested(|asked| {
+            asked.check_order("a product", &[gemm.a.arg, gemm.b.arg, gemm.c.arg, d])?;
             asked.work.gemms += 1;
             let flops = 2.0 * m as f64 * n as f64 * k as f64;
             asked.work.gemm_flops += flops;
             if gemm.operands == GemmElement::E4m3 {
                 asked.work.fp8_flops += flops;
             }
-            asked.work.gemm_bytes += bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
-            asked.queued();
+            let moved = bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+            asked.work.gemm_bytes += moved;
+            if flops < THIN * moved as f64 {
+                asked.work.thin_bytes += moved;
+                asked.work.thin_flops += flops;
+            }
+            asked.queued(false);
+            Ok(())
+        })
+    }
+
+    fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
+        let piece = with_requested(|asked| {
+            asked.pieces += 1;
+            asked.pieces
         });
-        Ok(())
+        work(&SecondQueue { piece })?;
+        Ok(Some(Box::new(SecondQueue { piece })))
     }
 
     fn note_attention(&self, flops: &dyn Fn() -> f64) {
@@ -150,7 +234,91 @@ impl Driver for LaunchCounter {
     fn note_read(&self) {
         with_requested(|asked| {
             asked.work.waits += u64::from(std::mem::take(&mut asked.busy));
-            asked.finished = asked.work.launches + asked.work.gemms;
+            for queue in [&mut asked.first, &mut asked.second] {
+                queue.finished = queue.all;
+            }
         });
+    }
+}
+
+/// A piece of work on the second queue.
+#[derive(Debug)]
+struct SecondQueue {
+    piece: u64,
+}
+
+impl Driver for SecondQueue {
+    fn launch(&self, _kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        with_requested(|asked| {
+            asked.work.launches_beside += 1;
+            asked.work.bytes_beside += args.iter().map(|arg| arg.moved).sum::<u64>();
+            asked.launched(args, true);
+            asked.beside.extend(args.iter().map(|arg| (self.piece, *arg)));
+        });
+        Ok(())
+    }
+
+    fn gemm(&self, _: &Gemm) -> Result<()> {
+        Err(Error::internal("a product on the second queue"))
+    }
+}
+
+impl WorkBeside for SecondQueue {
+    fn join(&self) -> Result<()> {
+        // A wait for a queue is one for all of its earlier work.
+        with_requested(|asked| asked.beside.retain(|(piece, _)| *piece > self.piece));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::ops::gpu::{In, Out};
+    use crate::runtime::TensorMut;
+
+    const KERNEL: Kernel = Kernel { name: "work", module: "tests" };
+
+    /// Work of the second queue with `beside`, then a launch with `later` on the first: whether the
+    /// launch is in order before and after a wait.
+    fn in_order(beside: Arg, later: Arg) -> Result<[bool; 2]> {
+        let shape = LaunchShape::line(1, 32);
+        let end = LaunchCounter.beside(&mut |second| second.launch(&KERNEL, shape, &[beside]))?;
+        let before = LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok();
+        end.map_or(Ok(()), |end| end.join())?;
+        Ok([before, LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok()])
+    }
+
+    /// Each queue has a limit of its own, as each stream of a GPU has.
+    #[test]
+    fn the_queues_are_limited_one_by_one() {
+        let mut asked = WorkCounter::default();
+        for _ in 0..1000 {
+            asked.launched(&[], false);
+            asked.launched(&[], true);
+        }
+        let ahead = [&asked.first, &asked.second].map(|queue| queue.all - queue.finished);
+        assert_eq!((asked.work.launches, ahead[0]), (2000, ahead[1]));
+        // Four marks behind 64 launches each.
+        assert_eq!((asked.work.most_ahead, ahead[0] < 256), (256, true));
+    }
+
+    #[test]
+    fn queues_use_memory_in_turn_unless_both_read_it() -> Result<()> {
+        let [x, y] = [4, 4].map(|rows| TensorMut::zeros((rows, 8), DType::F32, &Device::Cpu));
+        let (x, y) = (x?, y?);
+        let (reads, writes) = (In::<f32>::all(&x)?.arg(), Out::<f32>::all(&x)?.arg());
+        let last = x.narrow(0, 3, 1)?;
+        assert_eq!(in_order(writes, reads)?, [false, true]);
+        assert_eq!(in_order(reads, writes)?, [false, true]);
+        assert_eq!(in_order(writes, In::<f32>::all(&last)?.arg())?, [false, true]);
+        assert_eq!(in_order(reads, reads)?, [true, true]);
+        assert_eq!(in_order(writes, Out::<f32>::all(&y)?.arg())?, [true, true]);
+        Ok(())
     }
 }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels};
 use crate::ops::matmul::empty;
 use crate::quant::{PanelKernel, RunMeaning, dynamic_signed};
+use crate::runtime::TensorMut;
 
 /// Returns true if kernels write panels of all `weights` in this dtype.
 pub(super) fn is_supported(weights: &[&Quantized], dtype: DType) -> bool {
@@ -21,32 +22,68 @@ pub(in crate::ops) fn dequantize(
     weights: &[&Quantized],
     dtype: DType,
 ) -> Result<Tensor> {
-    let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
-    let rows = weights.iter().map(|weight| weight.shape.0).sum();
-    let panel = empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())?;
-    let mut start = 0;
-    for weight in weights {
-        dequantize_from(driver, weight, 0, &*panel.narrow(0, start, weight.shape.0)?)?;
-        start += weight.shape.0;
-    }
+    let panel = unwritten(weights, dtype)?;
+    fill(driver, &sources(weights)?, &panel)?;
     Ok(panel.into_tensor())
 }
 
+/// Allocates the panel of stacked matrices of one width, `[Σ out, in]` in `dtype`.
+pub(super) fn unwritten(weights: &[&Quantized], dtype: DType) -> Result<TensorMut> {
+    let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
+    let rows = weights.iter().map(|weight| weight.shape.0).sum();
+    empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())
+}
+
+/// A matrix and the tables of its kernel on the device.
+pub(super) struct Source<'a> {
+    weight: &'a Quantized,
+    /// The values of the codes.
+    values: Tensor,
+    /// The values of the codes of nested scales.
+    map: Option<Tensor>,
+}
+
+/// Returns matrices with their tables, which the first use uploads on the first queue: before a
+/// second queue follows it.
+pub(super) fn sources<'a>(weights: &[&'a Quantized]) -> Result<Vec<Source<'a>>> {
+    weights.iter().map(|weight| Source::new(weight)).collect()
+}
+
+impl<'a> Source<'a> {
+    fn new(weight: &'a Quantized) -> Result<Self> {
+        let device = weight.run(RunMeaning::Codes)?.device();
+        let values = constant(weight.format.scheme().hint().table, device)?;
+        let nested = weight.optional_run(RunMeaning::ScaleCodes);
+        let map = nested.map(|_| constant(dynamic_signed(), device)).transpose()?;
+        Ok(Source { weight, values, map })
+    }
+}
+
+/// Writes the values of stacked matrices to their panel.
+pub(super) fn fill(driver: &dyn Driver, sources: &[Source<'_>], panel: &TensorMut) -> Result<()> {
+    let mut start = 0;
+    for source in sources {
+        let rows = source.weight.shape.0;
+        dequantize_from(driver, source, 0, &*panel.narrow(0, start, rows)?)?;
+        start += rows;
+    }
+    Ok(())
+}
+
 /// Fills `panel`, bf16 or f32, with the values of the flattened matrix from `start` on.
-fn dequantize_from(driver: &dyn Driver, weight: &Quantized, start: usize, panel: &Tensor) -> Result<()> {
+fn dequantize_from(driver: &dyn Driver, source: &Source<'_>, start: usize, panel: &Tensor) -> Result<()> {
+    let Source { weight, values, map } = source;
     let codes = weight.run(RunMeaning::Codes)?;
     let hint = weight.format.scheme().hint();
-    let (device, count, dtype) = (codes.device(), panel.elem_count(), panel.dtype());
-    let values = constant(hint.table, device)?;
+    let (count, dtype) = (panel.elem_count(), panel.dtype());
     let nested = weight.optional_run(RunMeaning::ScaleCodes);
-    let map = nested.map(|_| constant(dynamic_signed(), device)).transpose()?;
     let scales = nested.map_or(RunMeaning::Scales, |_| RunMeaning::NestedScales);
     let scales = weight.run(scales)?;
     let per_block = if dtype == DType::BF16 { 8192 } else { 4096 };
     let shape = LaunchShape::line(count.div_ceil(per_block), 256);
     let size = crate::ops::gpu::number(hint.block_size)?;
     let shift = if hint.block_size.is_power_of_two() { hint.block_size.ilog2() as i32 } else { -1 };
-    let (codes, values, scales) = (In::all(codes)?, In::all(&values)?, In::all(scales)?);
+    let (codes, values, scales) = (In::all(codes)?, In::all(values)?, In::all(scales)?);
     let (nested, map, offset) = (In::optional(nested)?, In::optional(map.as_ref())?, weight.offset);
     let (start, count) = (start as i64, count as i64);
     macro_rules! launch {

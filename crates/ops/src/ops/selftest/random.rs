@@ -200,6 +200,7 @@ proptest! {
         check(elementwise::cases::into_cases("", shape).into_iter().filter(|case| case.op == "add_into"), run, "add_into")?;
         let shapes = lengths.into_iter().map(Into::into).collect();
         check([elementwise::cases::squares_case("", shapes)], run, "sum_of_squares")?;
+        check([elementwise::cases::stacked_case("", vec![shape.0, 1, 7], shape.1)], run, "gather_rows")?;
     }
 
     #[test]

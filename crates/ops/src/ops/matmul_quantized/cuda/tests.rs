@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::super::cases::{FORMATS, quantized};
 use super::super::{Quantized, QuantizedRun};
-use super::dequantize_from;
+use super::{Source, dequantize_from};
 use crate::error::Result;
 use crate::ops::case::CaseRunner;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
@@ -55,7 +55,9 @@ fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>
         let schedule = EmulatorSchedule { order, late_copies, counts: false };
         let memory = Tensor::zeros(range.panel_shift + range.count, dtype, &Device::Cpu)?;
         let panel = memory.narrow(0, range.panel_shift, range.count)?;
-        let (done, _) = Emulator::run(schedule, || dequantize_from(&Emulator, &weight, range.start, &panel));
+        let (done, _) = Emulator::run(schedule, || {
+            dequantize_from(&Emulator, &Source::new(&weight)?, range.start, &panel)
+        });
         done?;
         let values = panel.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         both.push(values.into_iter().map(f32::to_bits).collect::<Vec<u32>>());

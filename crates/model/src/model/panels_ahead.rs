@@ -1,0 +1,62 @@
+//! The dequantized panels of a block's products on a GPU, each made beside the product before it.
+//!
+//! A product takes its panel and then starts that of the next one, so at most two panels exist at a
+//! time. The first product of a block makes its own. The device waits for a panel that no product
+//! took when the pass ends: gathers of later blocks overwrite the codes.
+
+use std::cell::RefCell;
+
+use candle_core::{DType, Tensor};
+
+use crate::error::Result;
+use crate::ops::has_kernels;
+use crate::ops::matmul_quantized::{PanelAhead, Quantized};
+
+/// The matrices of one panel, stacked.
+pub(super) type PanelWeights<'a> = Vec<&'a Quantized>;
+
+#[cfg(test)]
+thread_local! {
+    /// Addresses of the first weights of this thread's products, in their order.
+    pub(super) static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The products with frozen quantized weights in a pass over a block.
+#[derive(Debug)]
+pub(super) struct PanelsAhead<'a> {
+    /// The weights of each product, in the order of the products.
+    products: Vec<PanelWeights<'a>>,
+    /// The dtype of the activations.
+    dtype: DType,
+    /// The panel in the making, and the place of its product.
+    next: RefCell<Option<(usize, PanelAhead)>>,
+}
+
+impl<'a> PanelsAhead<'a> {
+    /// Describes a pass with `products` over activations like `x`.
+    pub(super) fn new(products: impl Iterator<Item = PanelWeights<'a>>, x: &Tensor) -> Self {
+        let products = products.filter(|_| has_kernels(x.device())).collect();
+        PanelsAhead { products, dtype: x.dtype(), next: RefCell::default() }
+    }
+
+    /// Returns the panel of the product with `weights`, if it was started, and starts the next one.
+    ///
+    /// # Errors
+    /// The device has not enough memory, or an operation of it failed.
+    pub(super) fn take(&self, weights: &[&Quantized]) -> Result<Option<Tensor>> {
+        #[cfg(test)]
+        TAKEN.with_borrow_mut(|taken| taken.extend(weights.first().map(|of| std::ptr::from_ref(*of).addr())));
+        let is_this = |product: &PanelWeights<'_>| match (&product[..], weights) {
+            ([known, ..], [first, ..]) => std::ptr::eq(*known, *first),
+            _ => false,
+        };
+        let Some(place) = self.products.iter().position(is_this) else { return Ok(None) };
+        let started = self.next.take().filter(|(of, _)| *of == place);
+        let panel = started.map(|(_, panel)| panel.finish()).transpose()?;
+        if let Some(next) = self.products.get(place + 1) {
+            let next = PanelAhead::start(next, self.dtype)?;
+            self.next.replace(next.map(|next| (place + 1, next)));
+        }
+        Ok(panel)
+    }
+}
