@@ -16,7 +16,7 @@ use crate::adapter::{LowRankFactors, SavedAdapter};
 use crate::engine::Engine;
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::export::bitsandbytes::LinearLayers;
+use crate::export::quantized::LinearLayers;
 use crate::model::{self, DeltaMixer, ModelConfig, RotaryTables, TokenMixer};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::causal_conv::KERNEL_TAPS;

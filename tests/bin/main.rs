@@ -44,5 +44,7 @@ mod packed_bases;
 mod packed_bases_kept;
 mod plan;
 mod quantize;
+mod quantize_mxfp4;
+mod requantize;
 mod train;
 mod verify_resume;

@@ -12,6 +12,8 @@ use crate::quant::{CodeLayout, PackedFormat, ScaleDtype};
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::{StoredDtype, TensorInfo};
 
+/// Its name in config.json.
+pub(crate) const METHOD: &str = "modelopt";
 const SCALES: &str = ".weight_scale";
 const FACTOR: &str = ".weight_scale_2";
 const OWNED: [&str; 3] = [FACTOR, SCALES, ".input_scale"];
@@ -23,7 +25,7 @@ pub(super) struct ModelOpt;
 
 impl CheckpointFormat for ModelOpt {
     fn method(&self) -> &'static str {
-        "modelopt"
+        METHOD
     }
 
     fn owner(&self, name: &str) -> Option<String> {
