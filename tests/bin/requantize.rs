@@ -81,6 +81,12 @@ fn every_format_is_written_again() {
         place.said(&merge("exact", &["--dtype", "f32"]));
         let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&place.path(name)));
         assert!(after.names().eq(before.names()), "{model}");
+        // bitsandbytes' formats get the codes that they get from the merged model in f32.
+        let kind = model.strip_prefix("quant/tiny-llama-bnb-");
+        let again = kind.map(|kind| {
+            place.said(&["quantize", "--model", "exact", "--kind", kind, "--output", "again"]);
+            opened(&place.path("again"))
+        });
         let (mut changed, mut other) = (0, 0);
         for (name, info) in before.tensors() {
             let [old, new, wanted] = [&before, &after, &exact].map(|files| floats(files, name));
@@ -91,7 +97,10 @@ fn every_format_is_written_again() {
                 assert_eq!(old, new, "{what}");
                 other += 1;
             } else {
-                assert!(distance(&new, &wanted) <= distance(&old, &wanted), "{what}");
+                let codes = |files: &ModelFiles| Some(files.quantized(name).unwrap()?.codes().to_vec());
+                let nearer = distance(&new, &wanted) <= distance(&old, &wanted);
+                let quantized = again.as_ref().map(codes);
+                assert!(quantized.map_or(nearer, |codes_of_plain| codes_of_plain == codes(&after)), "{what}");
                 changed += usize::from(new != old);
             }
         }
@@ -109,9 +118,10 @@ fn opened(folder: &Path) -> ModelFiles {
     crate::logits::base(folder).files.unwrap()
 }
 
-/// An adapter without effect gives the files of the base, byte for byte.
+/// An adapter without effect gives the values of the base, and the bytes of its files: only a zero of
+/// e4m3 may lose its sign.
 #[test]
-fn an_adapter_without_effect_changes_no_byte() {
+fn an_adapter_without_effect_changes_no_value() {
     for model in ["tiny-fp8-block", "tiny-gptq-4-g32-act", "tiny-awq-4-g32", "tiny-ct-int4-g32-asym"] {
         let place = place(&format!("{PACKED}/{model}"), "train/lora");
         place.said(&lora(&["--set", "optimizer.learning_rate=1e-30"]));
@@ -121,7 +131,9 @@ fn an_adapter_without_effect_changes_no_byte() {
         assert!(said.contains("`--verify-on DATASET` measures it"), "{said}");
         let [ours, theirs] = ["merged", "model"]
             .map(|name| std::fs::read(place.path(name).join("model.safetensors")).unwrap());
-        assert!(ours == theirs, "{model}");
+        assert!(ours == theirs || model == "tiny-fp8-block", "{model}");
+        let [ours, theirs] = ["merged", "model"].map(|name| opened(&place.path(name)));
+        assert!(theirs.names().all(|name| floats(&ours, name) == floats(&theirs, name)), "{model}");
     }
 }
 

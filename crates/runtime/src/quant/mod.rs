@@ -38,6 +38,8 @@ pub use packed::{CodeLayout, PackedFormat, PackedTensor};
 pub use repack::pack_codes;
 pub use runs::{QuantMemory, QuantRun, RunDtype, RunMeaning, RunsView, RunsViewMut};
 pub use scheme::{PanelKernel, ProductHint, QuantScheme, ReadValues};
-pub use schemes::{BlockCodes, BlockFormat, FourBit, GridCodes, GridFormat, GridZeros, Int8, Int8Rows};
+pub use schemes::{
+    BlockCodes, BlockFormat, FourBit, GgmlFormat, GridCodes, GridFormat, GridZeros, Int8, Int8Rows,
+};
 pub use small_floats::ScaleDtype;
 pub use tensor::{QuantBuffer, QuantTensor, QuantView, QuantViewMut};
