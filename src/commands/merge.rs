@@ -31,7 +31,10 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let requantized = args.requantize;
     let named = |data: &String| DataSource::from_argument("--verify-on", data, &folder);
     let dataset = args.verify_on.as_ref().map(named).transpose()?;
-    (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
+    // Quantized weights are measured against those in the files.
+    if !requantized {
+        (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
+    }
     if requantized && dataset.is_none() {
         terminal.warn("quantizing the merged weights loses a part of the adapter's effect: `--verify-on DATASET` measures it");
     }
@@ -45,6 +48,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         let check = MergeCheck { base, adapter, dataset, max_kl, requantized, options, resolver };
         let certificate = check.certify(merged)?;
         certificate.lines().into_iter().for_each(|line| terminal.line(line));
+        certificate.warning().into_iter().for_each(|warning| terminal.warn(warning));
         Ok(Some(certificate.to_json()))
     };
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;

@@ -26,10 +26,12 @@ use crate::weights::ModelIdentity;
 const RECIPE_FILE: &str = "recipe.toml";
 /// Largest number of rows that a certificate compares.
 const ROWS: usize = 64;
+/// Share of the adapter's effect below which a merge warns.
+const LOST: f64 = 0.5;
 /// Largest mean divergence from rounding the merged weights, in nats per token.
 const SAME_BASE: f64 = 0.005;
-/// Largest mean divergence if the base weights are not those that the adapter was trained on, or the
-/// merged ones are quantized.
+/// Largest mean divergence if the base weights are not those that the adapter was trained on, or
+/// the merged ones are quantized.
 const OTHER_BASE: f64 = 0.1;
 
 /// Base weights of a merge.
@@ -174,14 +176,26 @@ impl Certificate {
             found.mean_kl(),
             100.0 * found.top1_agreement()
         );
-        let effect = requantized.then(|| match found.kept_share() {
+        [divergence].into_iter().chain(requantized.then(|| self.effect())).collect()
+    }
+
+    /// Describes the share of the adapter's effect that quantized weights have.
+    fn effect(self) -> String {
+        match self.found.kept_share() {
             None => "the adapter does not change the logits of these rows".to_owned(),
             Some(share) => format!(
                 "{:.1} % of the adapter's effect on the logits survived the quantization of the merged weights",
                 100.0 * share
             ),
-        });
-        [divergence].into_iter().chain(effect).collect()
+        }
+    }
+
+    /// Returns a warning if quantization removed most of the adapter's effect.
+    pub(crate) fn warning(self) -> Option<&'static str> {
+        let is_lost = self.requantized && self.found.kept_share().is_some_and(|share| share < LOST);
+        is_lost.then_some(
+            "the merged model has lost most of the adapter's effect: merge without `--requantize`, or use the adapter beside its base",
+        )
     }
 
     /// Returns the certificate as in merge.json.
@@ -226,21 +240,21 @@ impl MergeCheck<'_> {
         };
         let certificate = Certificate { found, max_kl: self.max_kl, requantized: self.requantized };
         if found.mean_kl() > self.max_kl {
-            return Err(Error::user("the merged model differs too much from base and adapter")
-                .because(format!(
-                    "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
-                    found.mean_kl(),
-                    units::exact(found.rows, "row"),
-                    self.dataset,
-                    found.max_kl,
-                    100.0 * found.top1_agreement(),
-                    self.max_kl
-                ))
-                .because("nothing was written")
-                .hint(self.hint()));
+            let error = Error::user("the merged model differs too much from base and adapter").because(format!(
+                "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
+                found.mean_kl(),
+                units::exact(found.rows, "row"),
+                self.dataset,
+                found.max_kl,
+                100.0 * found.top1_agreement(),
+                self.max_kl
+            ));
+            let error = if self.requantized { error.because(certificate.effect()) } else { error };
+            return Err(error.because("nothing was written").hint(self.hint()));
         }
         Ok(certificate)
     }
+
     fn hint(&self) -> &'static str {
         if self.requantized {
             "merge without `--requantize`, into plain weights; `--max-kl` accepts more"

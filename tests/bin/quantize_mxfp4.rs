@@ -19,7 +19,8 @@ fn quantize(place: &Place, model: &str, more: &[&str]) -> String {
     place.said(&[&args[..], more].concat())
 }
 
-/// The golden checkpoint is of compressed-tensors 0.20.0, from the same weights.
+/// The golden checkpoint has codes and layout of compressed-tensors 0.20.0, from the same weights, and
+/// scales of the specification.
 #[test]
 fn mxfp4_is_written_as_compressed_tensors_writes_it() {
     let place = Place::new();
@@ -89,21 +90,43 @@ fn the_verbs_read_what_quantize_wrote() {
 #[test]
 fn every_family_is_written_in_mxfp4() {
     let mut models = tiny_models("models");
-    models.extend(["tiny-qwen3-moe", "tiny-gpt-oss"].map(str::to_owned));
+    models.extend(tiny_models("families/models"));
     for model in models {
         let place = Place::with_model(&model);
-        // Its rows of down_proj have 112 values.
-        let skip: &[&str] = if model == "tiny-llama3" { &["--skip", "down_proj"] } else { &[] };
-        quantize(&place, "model", skip);
+        // Rows of some layers are no whole blocks: the error names them.
+        let mut skip: Vec<String> = Vec::new();
+        loop {
+            let args = ["quantize", "--model", "model", "--kind", "mxfp4", "--output", "quantized"];
+            let output = place.command(&args).args(&skip).output().unwrap();
+            if output.status.success() {
+                break;
+            }
+            let said = place.told(&output.stderr);
+            assert!(
+                said.contains("accepted by MXFP4: multiples of 32") && skip.len() < 40,
+                "{model}: {said}"
+            );
+            let (_, after) = said.split_once("`--skip ").expect(&said);
+            let module = after.split('`').next().unwrap();
+            skip.extend(["--skip".to_owned(), module.rsplit('.').next().unwrap().to_owned()]);
+        }
         let folders = ["model", "quantized"].map(|name| place.path(name));
         let opened = folders.each_ref().map(|folder| base(folder));
         opened[1].check(Trains::Nothing).unwrap();
         let [original, quantized] = opened.each_ref().map(|base| base.files.as_ref().unwrap());
         assert!(quantized.names().eq(original.names()), "{model}");
+        let config = json_of(&place.path("quantized/config.json"));
+        let ignored = config["quantization_config"]["ignore"].as_array();
         let mut count = 0;
         for (name, info) in original.tensors() {
             let (ours, theirs) = (floats(quantized, name), floats(original, name));
             if quantized.stored_format(name).is_none() {
+                // `targets` is every nn.Linear: the others are named.
+                let is_linear =
+                    info.shape.len() == 2 && name.ends_with(".weight") && !name.contains("embed_tokens");
+                let module = json!(name.trim_end_matches(".weight"));
+                let named = ignored.is_none_or(|names| names.contains(&module));
+                assert!(!is_linear || named, "{model}: {name}");
                 assert_eq!(ours, theirs, "{model}: {name}");
                 continue;
             }
@@ -118,10 +141,9 @@ fn every_family_is_written_in_mxfp4() {
                 );
             }
         }
-        let config = json_of(&place.path("quantized/config.json"));
         let method = if model == "tiny-gpt-oss" { "mxfp4" } else { "compressed-tensors" };
         assert_eq!(config["quantization_config"]["quant_method"], method);
-        assert!(count > 6, "{model}: {count}");
+        assert!(count > 3, "{model}: {count}");
     }
 }
 
@@ -156,7 +178,7 @@ fn the_experts_of_gpt_oss_are_stacks() {
     assert_eq!(output.status.code(), Some(2));
     assert_snapshot!(place.told(&output.stderr), @"
     error: cannot use `--skip q_proj` with `--kind mxfp4` for this model
-      caused by: of gpt-oss, MXFP4 has all experts and no other layer: transformers and vLLM load no other choice
+      caused by: transformers and vLLM load gpt-oss only with all experts, and no other layer, in MXFP4
     hint: remove `--skip`
     ");
     assert!(!place.path("again").exists());

@@ -78,6 +78,7 @@ fn every_format_is_written_again() {
         assert!((least..1.2).contains(&share), "{model}: {share}\n{said}");
         let line = format!("{:.1} % of the adapter's effect on the logits survived", 100.0 * share);
         assert!(said.contains(&line), "{said}");
+        assert_eq!(said.contains("warning: the merged model has lost most"), share < 0.5, "{said}");
         place.said(&merge("exact", &["--dtype", "f32"]));
         let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&place.path(name)));
         assert!(after.names().eq(before.names()), "{model}");
@@ -137,6 +138,51 @@ fn an_adapter_without_effect_changes_no_value() {
     }
 }
 
+/// Experts of gpt-oss are parts of stacks: their blocks and scales change, and nothing else does.
+#[test]
+fn experts_in_stacks_are_written_again() {
+    let place = place("qbases/models/tiny-mxfp4", "train/lora");
+    std::fs::remove_dir_all(place.path("adapter")).unwrap();
+    let rate = ["--set", "optimizer.learning_rate=0.1"];
+    let mut args = lora(&[&rate[..], &["--set", "adapter.target_modules=\".*experts.*\""]].concat());
+    args[7] = "adapter";
+    place.said(&args);
+    place.said(&merge("merged", &["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"]));
+    place.said(&merge("exact", &["--dtype", "f32"]));
+    let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&place.path(name)));
+    let mut experts = 0;
+    for name in before.names() {
+        let [old, new, wanted] = [&before, &after, &exact].map(|files| floats(files, name));
+        if before.stored_format(name).is_none() {
+            assert_eq!(new, old, "{name}");
+            continue;
+        }
+        assert!(distance(&new, &wanted) < distance(&old, &wanted), "{name}");
+        experts += 1;
+    }
+    assert_eq!(experts, 16);
+    let share = json_of(&place.path("merged/merge.json"))["certificate"]["effect_kept"].as_f64().unwrap();
+    assert!((0.5..1.5).contains(&share), "{share}");
+}
+
+/// A run with `[quantization]` on a packed base trains on weights that its files do not hold.
+#[test]
+fn an_adapter_of_other_weights_is_refused() {
+    let place = place("qbases/models/tiny-gptq-4-g32-act", "train/lora");
+    std::fs::remove_dir_all(place.path("adapter")).unwrap();
+    let mut args = lora(&["--set", "quantization.kind=nf4"]);
+    args[7] = "adapter";
+    place.said(&args);
+    let said = refused(&place, &[]);
+    assert_snapshot!(said[said.find("error: ").unwrap()..], @"
+    error: cannot merge into the format of [DIR]/model
+      caused by: the adapter was trained over nf4 in blocks of 64 with double-quantized scales, made from the weights that the files hold
+    hint: merge without `--requantize`; `--base original` adds the adapter to the weights in the files
+    ");
+    let said = place.said(&merge("merged", &["--requantize", "--base", "original"]));
+    assert!(said.contains("merging onto the unquantized weights, as asked"), "{said}");
+}
+
 /// A merged checkpoint of `finetune quantize` is no copy of the model that it was made from: an
 /// adapter of that model is refused.
 #[test]
@@ -152,7 +198,8 @@ fn a_merged_model_is_another_one() {
         let args = ["merge", "--model", kind, "--adapter", &adapter, "--output", &output, "--requantize"];
         place.said(&args);
         let files = ModelFiles::open(&place.path(&output)).unwrap();
-        assert!(files.metadata("quantized_from").is_none());
+        let record = |files: &ModelFiles| files.metadata("finetune.quantized_from").is_some();
+        assert_eq!([record(&opened(&place.path(kind))), record(&files)], [true, false]);
         let sizes = [kind, &output]
             .map(|name| std::fs::metadata(place.path(name).join("model.safetensors")).unwrap().len());
         assert_eq!(sizes[0], sizes[1]);
@@ -224,6 +271,7 @@ fn bases_without_a_format_to_write() {
     assert_snapshot!(cause(refused(&limited, &["--verify-on", "rows.jsonl", "--max-kl", "1e-9"])), @"
     error: the merged model differs too much from base and adapter
       caused by: KL divergence 0.1488 nats a token on 64 rows of [DIR]/rows.jsonl (largest 0.375, same likeliest token at 39.9 %); accepted: up to 0.000000001
+      caused by: 0.9 % of the adapter's effect on the logits survived the quantization of the merged weights
       caused by: nothing was written
     hint: merge without `--requantize`, into plain weights; `--max-kl` accepts more
     ");

@@ -1,6 +1,5 @@
 //! Divergence between two models that should compute the same: the evidence for a merge's
-//! certificate. And the share of an adapter's effect that a merged model has: of the change of the
-//! logits.
+//! certificate; and the share of an adapter's change of the logits that a merged model has.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -28,8 +27,8 @@ pub struct Comparison {
     pub max_kl: f64,
     /// Number of positions at which both models have the same likeliest token.
     pub agreed: u64,
-    /// Σ ⟨second − base, first − base⟩ of logits, each minus the mean over the vocabulary; 0 without
-    /// a base.
+    /// Σ ⟨second − base, first − base⟩ of logits, each minus the mean over the vocabulary; 0
+    /// without a base.
     pub effect_kept: f64,
     /// Σ ⟨first − base, first − base⟩ of the same; 0 without a base.
     pub effect: f64,
@@ -158,8 +157,8 @@ impl Comparison {
     }
 }
 
-/// Returns ⟨q − base, p − base⟩ and ⟨p − base, p − base⟩, each difference minus its mean: a shift of
-/// all logits is no effect.
+/// Returns ⟨q − base, p − base⟩ and ⟨p − base, p − base⟩, each difference minus its mean: a shift
+/// of all logits is no effect.
 fn effects_over(base: &[f32], p: &[f32], q: &[f32]) -> [f64; 2] {
     let [mut ps, mut qs, mut products, mut squares] = [0f64; 4];
     for ((base, p), q) in base.iter().zip(p).zip(q) {

@@ -13,21 +13,15 @@ use serde_json::{Map, Value};
 
 use super::shard::Shard;
 use super::stored_parts::StoredParts;
-use super::tensor_info::ShardRange;
+use super::tensor_info::{Patch, ShardRange};
 use super::transpose::transposed;
 use super::write::write_failed;
-use super::{INDEX_FILE, ModelFiles, QUANTIZED_FROM, StoredElement as _, TensorInfo, Written};
+use super::{INDEX_FILE, ModelFiles, QUANTIZED_FROM, StoredElement as _, TensorInfo, Written, sidecar_files};
 use crate::error::{Error, Result};
 use crate::quant;
 
 /// Bytes that are copied at once.
 const BLOCK: usize = 1 << 22;
-
-/// New bytes for a range of a file.
-pub(super) struct Patch {
-    pub(super) place: ShardRange,
-    pub(super) bytes: Vec<u8>,
-}
 
 /// Copies of all weights files of a model.
 pub(crate) struct PatchedFiles<'a> {
@@ -100,7 +94,7 @@ impl<'a> PatchedFiles<'a> {
         let mut paths: Vec<PathBuf> = self.files.into_iter().map(|file| file.path).collect();
         if self.base.is_indexed() {
             let (from, to) = (self.base.folder().join(INDEX_FILE), self.folder.join(INDEX_FILE));
-            std::fs::copy(&from, &to).map_err(|error| Error::io("copy", &from, &error))?;
+            sidecar_files::copy_file(&from, &to)?;
             paths.push(to);
         }
         paths.into_iter().map(written).collect()

@@ -5,8 +5,7 @@
 
 use half::f16;
 
-use super::patched_files::Patch;
-use super::tensor_info::ShardRange;
+use super::tensor_info::{Patch, ShardRange};
 use crate::error::{Error, Result};
 use crate::quant::{
     BlockFormat, NESTED_BLOCK, QuantBuffer, QuantFormat, QuantTensor, QuantViewMut, RunDtype, RunMeaning,

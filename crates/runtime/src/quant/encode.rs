@@ -2,7 +2,7 @@
 //! columns and factor.
 //!
 //! A cell of the matrix keeps its scale unless a scale of its new extremes has a smaller squared
-//! error. So values that did not change keep their codes, and the error is never larger than with
+//! error. So cells that did not change keep their codes, and the error is never larger than with
 //! either scale alone.
 
 use std::ops::Range;
@@ -139,8 +139,8 @@ impl PackedTensor<'_> {
         let (old, bits) = (self.scale_of(stored), self.new_scale(cell, stored));
         let new = self.scale_of(bits);
         let errors = [old, new].map(|scale| self.error(cell, scale));
-        // A scale that is no number has no error.
-        let keeps = errors[0] <= errors[1];
+        // A stored scale that is no number has no error.
+        let keeps = !(errors[1] < errors[0] || errors[0].is_nan());
         let scale = if keeps { old } else { new };
         for at in cell.places() {
             codes[at] = self.quantized(cell, scale, at).0;
@@ -319,7 +319,7 @@ mod tests {
         values.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
     }
 
-    /// Small changes keep most scales; large ones need new ones. Each is better than the old values,
+    /// Small changes keep most scales; large ones need new ones. All are better than the old values,
     /// and no code is farther from its value than its neighbours.
     #[test]
     fn other_values_get_the_nearest_codes() {

@@ -54,8 +54,8 @@ impl ScaleDtype {
     pub(super) fn nearest(self, scale: f32, factor: f32) -> u32 {
         match self {
             ScaleDtype::F32 => scale.to_bits(),
-            ScaleDtype::F16 => f16::from_f32(scale).to_bits().into(),
-            ScaleDtype::BF16 => bf16::from_f32(scale).to_bits().into(),
+            ScaleDtype::F16 => f16::from_f32(scale.min(f16::MAX.to_f32())).to_bits().into(),
+            ScaleDtype::BF16 => bf16::from_f32(scale.min(bf16::MAX.to_f32())).to_bits().into(),
             ScaleDtype::E8m0 => scale.to_bits() >> 23,
             ScaleDtype::E4m3Times => to_e4m3(scale / factor).into(),
             ScaleDtype::E4m3Over => to_e4m3(scale * factor).into(),

@@ -5,8 +5,8 @@
 //! quantized first, the codes of one tensor). Each weight is rounded once, at the end. The output
 //! folder appears complete or not at all, and its merge.json records the sources.
 //!
-//! On request the weights go back into the quantized format of the base (`requantize`), one tensor in
-//! memory at a time.
+//! On request the weights go back into the quantized format of the base (`requantize`), one tensor
+//! in memory at a time.
 //!
 //! `base_values` reads the weights before the change, `delta` applies the adapter, `embeddings`
 //! handles embedding and head, and `report` prevents a second merge of the same adapter.
@@ -87,8 +87,9 @@ pub struct MergeReport {
 /// new folder `output`.
 ///
 /// # Errors
-/// User: the adapter cannot be read, is not of this base or is already merged; its weights are to be
-/// quantized to the format of a base that has none or no space for them; `output` is not empty. Storage: the disk is full or fails. Errors of `options.verify`. `output` is then removed.
+/// User: the adapter cannot be read, is not of this base or is already merged; the base has no
+/// quantized format to write, or not the sizes of the merged weights; `output` is not empty.
+/// Storage: the disk is full or fails. Errors of `options.verify`. `output` is then removed.
 pub fn merge(
     base: &ModelFiles,
     adapter: &Path,
@@ -102,7 +103,7 @@ pub fn merge(
     let adapter = adapter.fitted(&modules)?;
     let plan = MergePlan::new(base, &adapter, &config, options)?;
     if options.requantize {
-        plan.check_requantized()?;
+        plan.check_requantized(options.base)?;
     }
     let folder = AtomicDir::create(output)?;
     let mut files =

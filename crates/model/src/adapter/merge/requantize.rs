@@ -1,10 +1,10 @@
-//! Merges into the quantized format of the base: the files of the base with new bytes for the tensors
-//! that the adapter changes.
+//! Merges into the quantized format of the base: the files of the base with new bytes for the
+//! tensors that the adapter changes.
 
 use std::path::Path;
 
 use super::base_values::ValueSource;
-use super::{MergeOutput, MergePlan};
+use super::{BaseValues, MergeOutput, MergePlan};
 use crate::error::{Error, Result};
 use crate::weights::{PatchedFiles, Written};
 
@@ -12,9 +12,9 @@ impl MergePlan<'_> {
     /// Checks that the merged weights fit into the files of the base.
     ///
     /// # Errors
-    /// User: the base is not quantized or is a GGUF file; the adapter adds tokens or separates a
-    /// tied embedding from the head.
-    pub(super) fn check_requantized(&self) -> Result<()> {
+    /// User: the base is not quantized or is a GGUF file; the adapter belongs to the base quantized
+    /// once more, adds tokens, or separates a tied embedding from the head.
+    pub(super) fn check_requantized(&self, values: BaseValues) -> Result<()> {
         let refused = |cause: String, hint: &str| {
             let base = self.base.source().display();
             Err(Error::user(format!("cannot merge into the format of {base}")).because(cause).hint(hint))
@@ -29,6 +29,13 @@ impl MergePlan<'_> {
             return refused(
                 "it is not quantized".into(),
                 "merge without `--requantize`; `finetune quantize` quantizes the merged model",
+            );
+        }
+        if let BaseValues::Quantized(format) = values {
+            let format = format.scheme().describe();
+            return refused(
+                format!("the adapter was trained over {format}, made from the weights that the files hold"),
+                "merge without `--requantize`; `--base original` adds the adapter to the weights in the files",
             );
         }
         let plain = "merge without `--requantize`";

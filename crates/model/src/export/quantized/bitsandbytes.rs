@@ -1,7 +1,8 @@
 //! The tensors of bitsandbytes' formats.
 //!
-//! The names and the JSON text are those of `QuantState.as_dict` (bitsandbytes/functional.py) and of
-//! `Linear8bitLt`, the keys of `quantization_config` those of transformers' `BitsAndBytesConfig`.
+//! The names and the JSON text are those of `QuantState.as_dict` (bitsandbytes/functional.py) and
+//! of `Linear8bitLt`, the keys of `quantization_config` those of transformers'
+//! `BitsAndBytesConfig`.
 
 use half::f16;
 use serde_json::{Value, json};
@@ -147,7 +148,7 @@ fn python_float(x: f64) -> String {
     }
 }
 
-/// Returns the quantization entry of config.json, of 4 bits in a `format` or of 8 bits. `skipped` are
+/// Returns the quantization entry of config.json, of 4 bits in a format or of 8 bits. `skipped` are
 /// whole names, which every version of transformers compares in the same way. A list replaces the
 /// default one, so it also has the head.
 pub(super) fn settings(four: Option<BlockFormat<FourBit>>, dtype: StoredDtype, skipped: &[String]) -> Value {

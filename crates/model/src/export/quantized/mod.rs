@@ -15,7 +15,6 @@ use super::hf::SHARD_BYTES;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::quant::{self, BlockFormat, FourBit};
-use crate::weights::readers::QUANTIZATION_CONFIG;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QuantizationChange};
 use crate::weights::{
@@ -105,8 +104,7 @@ pub fn write_quantized(
     output: &Path,
     mut done: impl FnMut(&str),
 ) -> Result<Report> {
-    let json = sidecar_files::read_config(files.folder())?;
-    refuse_quantized(files, json.contains_key(QUANTIZATION_CONFIG))?;
+    refuse_quantized(files)?;
     let layers = match scheme {
         Scheme::Mxfp4 => mxfp4::layers(config, skip)?,
         Scheme::FourBits(_) | Scheme::LlmInt8 => LinearLayers::new(config, skip)?,
@@ -125,7 +123,8 @@ pub fn write_quantized(
     let folder = AtomicDir::create(output)?;
     let mut writer = RandomAccessWriter::create(folder.path(), &groups, &metadata, SHARD_BYTES)?;
     for name in &names {
-        let mut source = SourceTensor { files, name, writer: &mut writer };
+        let can_skip = !(scheme == Scheme::Mxfp4 && config.family.stacks_in_mxfp4);
+        let mut source = SourceTensor { files, name, writer: &mut writer, can_skip };
         if layers.quantizes(name) {
             tensors.write(&mut source)?
         } else {
@@ -172,14 +171,14 @@ fn settings(
     }
 }
 
-fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
+fn refuse_quantized(files: &ModelFiles) -> Result<()> {
     let found = files.names().find_map(|name| {
         let format = files.quantized_format(name)?;
         Some(format!("`{name}` is quantized to {}", format.scheme().name()))
     });
     let is_packed = files.names().any(|name| files.stored_format(name).is_some());
-    let says_so = says_so && !is_packed;
-    match found.or(says_so.then(|| format!("config.json has `{QUANTIZATION_CONFIG}`"))) {
+    let described = if is_packed { None } else { sidecar_files::quantization_place(files.folder())? };
+    match found.or(described) {
         Some(cause) => Err(Error::user(format!("cannot quantize {}", files.folder().display()))
             .because(format!("it is quantized already: {cause}"))
             .hint("give the model that was not quantized")),
@@ -197,6 +196,8 @@ struct SourceTensor<'a> {
     files: &'a ModelFiles,
     name: &'a str,
     writer: &'a mut RandomAccessWriter,
+    /// True if the user may leave it as it is.
+    can_skip: bool,
 }
 
 impl SourceTensor<'_> {
@@ -266,6 +267,10 @@ impl SourceTensor<'_> {
         self.files.read_part(self.name, start + at, &mut stored)?;
         Err(Error::user(format!("cannot quantize tensor `{}`", self.name))
             .because(format!("its value {} is {}; accepted: {range}", start + at, stored[0]))
-            .hint(format!("leave it as it is with `--skip {}`, or repair the model", self.module())))
+            .hint(if self.can_skip {
+                format!("leave it as it is with `--skip {}`, or repair the model", self.module())
+            } else {
+                "repair the model".to_owned()
+            }))
     }
 }

@@ -15,7 +15,7 @@ use crate::model::{self, ModelConfig};
 use crate::quant::{self, MXFP4_BLOCK};
 use crate::weights::{LM_HEAD_MODULE, ModelFiles, PlannedFile, StackParts, StoredDtype, WriteEntry};
 
-/// Returns the layers that a model has in MXFP4; of gpt-oss those of experts alone.
+/// Returns the layers to quantize: of gpt-oss those of experts alone.
 ///
 /// # Errors
 /// User: a name in `skip` matches no linear layer, or the model is gpt-oss.
@@ -26,7 +26,7 @@ pub(super) fn layers(config: &ModelConfig, skip: &[String]) -> Result<LinearLaye
     if let Some(name) = skip.first() {
         let what = format!("cannot use `--skip {name}` with `--kind mxfp4` for this model");
         return Err(Error::new(ErrorCategory::Usage, what)
-            .because("of gpt-oss, MXFP4 has all experts and no other layer: transformers and vLLM load no other choice")
+            .because("transformers and vLLM load gpt-oss only with all experts, and no other layer, in MXFP4")
             .hint("remove `--skip`"));
     }
     let parts = model::stacked_experts(config).into_iter().flat_map(|stack| stack.parts);
@@ -78,7 +78,10 @@ impl Mxfp4Tensors {
                 .because(format!(
                     "its rows have {columns} values; accepted by MXFP4: multiples of {MXFP4_BLOCK}"
                 ))
-                .hint(format!("leave it as it is with `--skip {module}`, or write another `--kind`")));
+                .hint(match place.parts {
+                    None => format!("leave it as it is with `--skip {module}`, or write another `--kind`"),
+                    Some(_) => "write another `--kind`".to_owned(),
+                }));
         }
         let groups = columns / MXFP4_BLOCK;
         let [codes, scales] = match place.parts {

@@ -1,7 +1,7 @@
-//! The blocks of GGUF files as a run keeps them: their bytes, row by row, decoded a block at a time.
+//! The blocks of GGUF files as a run keeps them: bytes row by row, decoded a block at a time.
 //!
-//! Their scales have several levels and differ in form, so that no grid of scales holds them. Nothing
-//! is quantized to these formats.
+//! Their scales have several levels and differ in form, so that no grid of scales holds them.
+//! Nothing is quantized to these formats.
 
 use crate::error::{Error, Result};
 use crate::quant::block_type::BlockType;
@@ -55,7 +55,14 @@ impl QuantScheme for GgmlFormat {
 
     fn hint(&self) -> ProductHint {
         let (size, bits) = (self.kind.elements(), self.kind.bytes() * 8);
-        ProductHint { block_size: size, bits: bits / size, table: &[], divisor: None, kernel: None }
+        // The nearest whole number of bits, scales included.
+        ProductHint {
+            block_size: size,
+            bits: (bits + size / 2) / size,
+            table: &[],
+            divisor: None,
+            kernel: None,
+        }
     }
 
     fn describe(&self) -> String {
