@@ -1,16 +1,19 @@
 //! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate on request.
 
 use std::cell::RefCell;
+use std::path::Path;
 
 use super::{model_or_base, open_device, terminal, working_folder};
-use crate::adapter::{self, MergeOptions};
+use crate::adapter::{self, MergeOptions, MergeReport};
 use crate::cli::MergeArgs;
 use crate::error::Result;
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{BaseModel, EngineOptions, Resolver};
 use crate::recipe::{DataSource, ModelSection, Recipe};
+use crate::report::Terminal;
 use crate::units;
 use crate::verify::{MergeBase, MergeCheck};
+use crate::weights::ModelFiles;
 
 /// Merges an adapter into its base.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
@@ -41,7 +44,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let recipe = Recipe::default();
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     let max_kl = args.max_kl.unwrap_or(decided.threshold(requantized));
-    let verify = |merged: &std::path::Path| {
+    let verify = |merged: &Path| {
         comparison.take().map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         let Some(dataset) = &dataset else { return Ok(None) };
         let (base, adapter, options, resolver) = (&base, adapter.as_path(), &options, &resolver);
@@ -62,6 +65,12 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let report = removing_on_signals(&args.output, &terminal, || {
         adapter::merge(files, &adapter, &args.output, &options)
     })?;
+    describe(&report, files, &args.output, &terminal);
+    Ok(())
+}
+
+/// Prints what a merge into `output` changed.
+fn describe(report: &MergeReport, files: &ModelFiles, output: &Path, terminal: &Terminal) {
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {}, replaced {}, copied {}: {} in {}",
@@ -69,7 +78,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         report.replaced,
         units::exact(report.copied, "tensor"),
         units::bytes(bytes),
-        args.output.display()
+        output.display()
     ));
     if files.kept().count() > 0 {
         terminal.line(format!("kept as they are: {}", files.kept().describe()));
@@ -77,5 +86,4 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     if report.untied {
         terminal.line("the adapter trained embedding or head separately: config.json no longer ties them");
     }
-    Ok(())
 }

@@ -143,7 +143,7 @@ fn every_family_is_written_in_mxfp4() {
         }
         let method = if model == "tiny-gpt-oss" { "mxfp4" } else { "compressed-tensors" };
         assert_eq!(config["quantization_config"]["quant_method"], method);
-        assert!(count > 3, "{model}: {count}");
+        assert!(count > 1, "{model}: {count}");
     }
 }
 
