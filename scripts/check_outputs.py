@@ -13,6 +13,9 @@ family under tests/golden/models and tests/golden/families/models:
   new tokens     the tokenizer beside an adapter or in a model has the ids that transformers gives them; the model
                  resized to it, and PEFT on it, have the same logits as the merged one and the same loss
   PEFT's         adapters with random values give `finetune eval` PEFT's loss, and training can start from them
+  experts        of models with experts, which PEFT cannot adapt so: merged adapters of all linear layers, experts
+                 included, and full runs load in transformers without a missing or unexpected tensor, with the loss
+                 of the adapter and the same continuation
 
 Losses are compared over a text and a prompt/completion data set that are tokenized here, from
 tokenizer.json alone. Prints the largest difference of each check; exits 1 if one is above its
@@ -37,13 +40,19 @@ import transformers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 SETS = [GOLDEN / "models", GOLDEN / "families" / "models"]
+# transformers has no class for the text part alone.
+WITHOUT_CLASS = {"mistral4"}
 MODELS = {path.name.removeprefix("tiny-"): path for folder in SETS for path in sorted(folder.glob("tiny-*"))}
+# The keys of config.json that count experts.
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # PEFT on transformers 5 cannot load an adapter with a pair of matrices for each expert.
-FAMILIES = sorted(
+EXPERTS = sorted(
     name
     for name, path in MODELS.items()
-    if not any(json.loads((path / "config.json").read_text()).get(key) for key in ("num_experts", "num_local_experts"))
+    if name not in WITHOUT_CLASS
+    and any(json.loads((path / "config.json").read_text()).get(key) for key in EXPERT_KEYS)
 )
+FAMILIES = sorted(MODELS.keys() - WITHOUT_CLASS)
 # Factors on the limits of logits: the delta rule of this random model amplifies rounding.
 AMPLIFIED = {"qwen3-5": 20}
 MAX_SEQ_LEN = 96
@@ -110,6 +119,15 @@ class Family:
         if wrong:
             raise AssertionError(f"{adapter}: tensors missing or not asked for: {sorted(wrong)}")
         return model
+
+
+@dataclass
+class ExpertFamily(Family):
+    """A tiny model with experts."""
+
+    def __post_init__(self):
+        self.folder = MODELS[self.name]
+        self.config = json.loads((self.folder / "config.json").read_text())
 
 
 class Figures:
@@ -464,7 +482,25 @@ class Checks:
         difference = (rows.logits(self.family.load(merged)) - rows.logits(model)).abs().max().item()
         self.note("of PEFT: logits merged with new tokens", difference, LOGITS_LIMIT, where)
 
+    def experts(self):
+        """An adapter of all linear layers, merged, against the binary's own results with it."""
+        out = self.place / "experts"
+        losses = self.program.train(self.family, "lora", out, optimizer__learning_rate=1e-2)
+        self.note("moved by", 0.0 if abs(losses[1] - losses[0]) > 0.01 else 1.0, 0.0, f"experts: {losses}")
+        for dtype in ("f32", "auto"):
+            merged = self.place / f"experts {dtype}"
+            flags = ("--model", self.family.folder, "--adapter", out, "--output", merged, "--dtype", dtype)
+            self.program.run("merge", *flags)
+            loaded = self.family.load(merged)
+            self.scores(f"merge, {dtype}", "experts", loaded, merged)
+            if dtype == "f32":
+                ours, theirs = self.program.loss(self.family.folder, self.rows[0], out)[0], self.rows[0].loss(loaded)[0]
+                self.note("merge, f32: loss of the adapter", abs(ours - theirs), LOSS_LIMIT, "experts")
+        self.tokenizer("experts", merged)
+
     def all(self, only):
+        if self.family.name in EXPERTS:
+            return self.each([("experts", self.experts), ("full", self.full)], only)
         checks = [(name, lambda n=name, k=keys: self.our_adapter(n, k)) for name, keys in self.adapter_kinds().items()]
         checks.append(("full", self.full))
         both = {"adapter__modules_to_save": '["embed_tokens", "lm_head"]'}
@@ -475,6 +511,9 @@ class Checks:
         checks += [
             (f"peft {name}", lambda n=name, k=kind: self.peft_adapter(n, k)) for name, kind in self.peft_kinds().items()
         ]
+        self.each(checks, only)
+
+    def each(self, checks, only):
         for name, check in checks:
             if only and name not in only:
                 continue
@@ -502,7 +541,8 @@ def main():
         for name in args.families:
             place = (args.keep or Path(temporary)) / name
             place.mkdir(parents=True)
-            Checks(program, Family(name), figures, place).all(args.only)
+            family = ExpertFamily(name) if name in EXPERTS else Family(name)
+            Checks(program, family, figures, place).all(args.only)
             print(f"{name}: {len([f for f in figures.failures if f.startswith(name + ' ')])} failures", flush=True)
     if not figures.largest and not figures.failures:
         parser.error(f"nothing was checked: no check is called {' or '.join(args.only)}")

@@ -81,7 +81,7 @@ pub enum Verb {
     Plan(Box<PlanArgs>),
     /// Merge an adapter into its model and write a Hugging Face folder
     Merge(MergeArgs),
-    /// Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
+    /// Write a 4-bit or 8-bit checkpoint of a model
     Quantize(QuantizeArgs),
     /// Export a model as a GGUF file or Hugging Face folder, or an adapter as GGUF
     Export(ExportArgs),
@@ -110,8 +110,9 @@ pub enum Verb {
 /// Arguments of `finetune merge`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
-Example:
-  finetune merge --adapter out --output merged")]
+Examples:
+  finetune merge --adapter out --output merged
+  finetune merge --model model-fp8 --adapter out --requantize --verify-on test.jsonl --output merged")]
 pub struct MergeArgs {
     /// Base model: a folder or a hub id [default: the one that the adapter names]
     #[arg(long, value_name = "MODEL")]
@@ -128,10 +129,14 @@ pub struct MergeArgs {
     /// Weights to merge into [default: those that the adapter was trained on]
     #[arg(long, value_name = "BASE")]
     pub base: Option<BaseChoice>,
+    /// Write the weights in the quantized format of the model instead of plain
+    #[arg(long, conflicts_with = "dtype")]
+    pub requantize: bool,
     /// Compare with base and adapter on 64 rows of this data set, before writing
     #[arg(long, value_name = "DATASET")]
     pub verify_on: Option<String>,
-    /// Mean KL divergence to accept, in nats per token [default: 0.005; other base: 0.1]
+    /// Mean KL divergence to accept, in nats per token [default: 0.005; other base or
+    /// --requantize: 0.1]
     #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
     pub max_kl: Option<f64>,
     /// Use the adapter on a model other than the one it was trained on
@@ -147,21 +152,22 @@ pub struct MergeArgs {
 #[command(after_help = "\
 Examples:
   finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
-  finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8")]
+  finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8
+  finetune quantize --model merged --kind mxfp4 --output merged-mxfp4")]
 pub struct QuantizeArgs {
     /// Model: a folder or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: String,
     /// Format of the linear layers; all other weights stay as they are stored
-    #[arg(long, value_name = "KIND", value_parser = quant_kind())]
-    pub kind: QuantKind,
+    #[arg(long, value_name = "KIND", value_parser = checkpoint_kind())]
+    pub kind: CheckpointKind,
     /// Folder to write; must be new or empty
     #[arg(long, value_name = "DIR")]
     pub output: PathBuf,
-    /// Weights per scale, a power of two from 32 to 4096; not with int8 [default: 64]
+    /// Weights per scale, a power of two from 32 to 4096; with nf4, fp4 [default: 64]
     #[arg(long, value_name = "N", value_parser = block_size)]
     pub block_size: Option<usize>,
-    /// Keep the scales in f32; not with int8, whose scales always are
+    /// Keep the scales in f32; with nf4, fp4
     #[arg(long)]
     pub no_double_quant: bool,
     /// Layers to leave unquantized, such as down_proj or layers.0; may be repeated
@@ -170,6 +176,27 @@ pub struct QuantizeArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+}
+
+/// Name of MXFP4 as a kind.
+const MXFP4: &str = "mxfp4";
+
+/// Formats of `finetune quantize`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheckpointKind {
+    /// A format of bitsandbytes, which a recipe may name too.
+    Blocks(QuantKind),
+    /// MXFP4, of compressed-tensors or gpt-oss.
+    Mxfp4,
+}
+
+impl std::fmt::Display for CheckpointKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            CheckpointKind::Blocks(kind) => kind.fmt(f),
+            CheckpointKind::Mxfp4 => f.write_str(MXFP4),
+        }
+    }
 }
 
 /// Arguments of `finetune export`.
@@ -406,8 +433,12 @@ fn dtype() -> impl TypedValueParser<Value = Dtype> {
     PossibleValuesParser::new(Dtype::NAMES).try_map(|text| text.parse::<Dtype>())
 }
 
-fn quant_kind() -> impl TypedValueParser<Value = QuantKind> {
-    PossibleValuesParser::new(QuantKind::NAMES).try_map(|text| text.parse::<QuantKind>())
+fn checkpoint_kind() -> impl TypedValueParser<Value = CheckpointKind> {
+    let names = QuantKind::NAMES.iter().copied().chain([MXFP4]);
+    PossibleValuesParser::new(names).try_map(|text| match text.as_str() {
+        MXFP4 => Ok(CheckpointKind::Mxfp4),
+        _ => text.parse().map(CheckpointKind::Blocks),
+    })
 }
 
 fn block_size(text: &str) -> Result<usize, String> {

@@ -96,6 +96,7 @@ fn export_merged(
             output: merged.clone(),
             dtype: Dtype::Auto,
             base: None,
+            requantize: false,
             verify_on: None,
             max_kl: None,
             force_base: args.source.force_base,

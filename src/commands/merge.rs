@@ -1,16 +1,19 @@
 //! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate on request.
 
 use std::cell::RefCell;
+use std::path::Path;
 
 use super::{model_or_base, open_device, terminal, working_folder};
-use crate::adapter::{self, MergeOptions};
+use crate::adapter::{self, MergeOptions, MergeReport};
 use crate::cli::MergeArgs;
 use crate::error::Result;
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{BaseModel, EngineOptions, Resolver};
 use crate::recipe::{DataSource, ModelSection, Recipe};
+use crate::report::Terminal;
 use crate::units;
 use crate::verify::{MergeBase, MergeCheck};
+use crate::weights::ModelFiles;
 
 /// Merges an adapter into its base.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
@@ -28,32 +31,46 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let comparison = RefCell::new(Some(base.check_adapter(&adapter, 0, args.force_base, &terminal)?));
     let decided = MergeBase::decide(args.base, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
+    let requantized = args.requantize;
     let named = |data: &String| DataSource::from_argument("--verify-on", data, &folder);
     let dataset = args.verify_on.as_ref().map(named).transpose()?;
-    (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
+    // Quantized weights are measured against those in the files.
+    if !requantized {
+        (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
+    }
+    if requantized && dataset.is_none() {
+        terminal.warn("quantizing the merged weights loses a part of the adapter's effect: `--verify-on DATASET` measures it");
+    }
     let recipe = Recipe::default();
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
-    let max_kl = args.max_kl.unwrap_or(decided.threshold());
-    let verify = |merged: &std::path::Path| {
+    let max_kl = args.max_kl.unwrap_or(decided.threshold(requantized));
+    let verify = |merged: &Path| {
         comparison.take().map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         let Some(dataset) = &dataset else { return Ok(None) };
         let (base, adapter, options, resolver) = (&base, adapter.as_path(), &options, &resolver);
-        let certificate = MergeCheck { base, adapter, dataset, max_kl, options, resolver }.certify(merged)?;
-        terminal.line(format!(
-            "verified on {}: mean KL divergence {:.6} nats a token between base + adapter and the merged model \
-             (accepted: up to {max_kl}); the likeliest token is the same at {:.2} % of positions",
-            units::exact(certificate.found.rows, "row"),
-            certificate.found.mean_kl(),
-            100.0 * certificate.found.top1_agreement()
-        ));
+        let check = MergeCheck { base, adapter, dataset, max_kl, requantized, options, resolver };
+        let certificate = check.certify(merged)?;
+        certificate.lines().into_iter().for_each(|line| terminal.line(line));
+        certificate.warning().into_iter().for_each(|warning| terminal.warn(warning));
         Ok(Some(certificate.to_json()))
     };
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
-    let options =
-        MergeOptions { dtype: args.dtype, base: decided.values, skip: &decided.skipped, verify: &verify };
+    let options = MergeOptions {
+        dtype: args.dtype,
+        base: decided.values,
+        skip: &decided.skipped,
+        requantize: requantized,
+        verify: &verify,
+    };
     let report = removing_on_signals(&args.output, &terminal, || {
         adapter::merge(files, &adapter, &args.output, &options)
     })?;
+    describe(&report, files, &args.output, &terminal);
+    Ok(())
+}
+
+/// Prints what a merge into `output` changed.
+fn describe(report: &MergeReport, files: &ModelFiles, output: &Path, terminal: &Terminal) {
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {}, replaced {}, copied {}: {} in {}",
@@ -61,7 +78,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         report.replaced,
         units::exact(report.copied, "tensor"),
         units::bytes(bytes),
-        args.output.display()
+        output.display()
     ));
     if files.kept().count() > 0 {
         terminal.line(format!("kept as they are: {}", files.kept().describe()));
@@ -69,5 +86,4 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     if report.untied {
         terminal.line("the adapter trained embedding or head separately: config.json no longer ties them");
     }
-    Ok(())
 }

@@ -1,11 +1,11 @@
-//! `finetune quantize`: a model → its 4-bit or 8-bit checkpoint in the bitsandbytes format.
+//! `finetune quantize`: a model → its quantized checkpoint, in 4 or 8 bits.
 
 use std::time::Instant;
 
 use super::{terminal, working_folder};
-use crate::cli::QuantizeArgs;
+use crate::cli::{CheckpointKind, QuantizeArgs};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::export::bitsandbytes::{Scheme, write_quantized};
+use crate::export::quantized::{Scheme, write_quantized};
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{BaseModel, Resolver, Trains};
 use crate::quant::{BlockFormat, FourBit};
@@ -49,22 +49,25 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
 }
 
 fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
-    let codes = match args.kind {
-        QuantKind::Nf4 => FourBit::Nf4,
-        QuantKind::Fp4 => FourBit::Fp4,
-        QuantKind::Int8 => {
-            let flag = match (args.block_size, args.no_double_quant) {
-                (Some(_), _) => "--block-size",
-                (None, true) => "--no-double-quant",
-                (None, false) => return Ok(Scheme::LlmInt8),
-            };
-            return Err(Error::new(ErrorCategory::Usage, format!("cannot use `{flag}` with `--kind int8`"))
-                .because(
-                    "LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row",
-                )
-                .hint(format!("remove `{flag}`")));
-        }
+    let (scheme, cause) = match args.kind {
+        CheckpointKind::Blocks(QuantKind::Nf4) => return Ok(four_bits(args, FourBit::Nf4)),
+        CheckpointKind::Blocks(QuantKind::Fp4) => return Ok(four_bits(args, FourBit::Fp4)),
+        CheckpointKind::Blocks(QuantKind::Int8) => (
+            Scheme::LlmInt8,
+            "LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row",
+        ),
+        CheckpointKind::Mxfp4 => (Scheme::Mxfp4, "MXFP4 has a scale of 8 bits for each 32 weights of a row"),
     };
+    let flag = match (args.block_size, args.no_double_quant) {
+        (Some(_), _) => "--block-size",
+        (None, true) => "--no-double-quant",
+        (None, false) => return Ok(scheme),
+    };
+    let what = format!("cannot use `{flag}` with `--kind {}`", args.kind);
+    Err(Error::new(ErrorCategory::Usage, what).because(cause).hint(format!("remove `{flag}`")))
+}
+
+fn four_bits(args: &QuantizeArgs, codes: FourBit) -> Scheme {
     let block_size = args.block_size.unwrap_or(BlockFormat::default().block_size);
-    Ok(Scheme::FourBits(BlockFormat { codes, block_size, double_quant: !args.no_double_quant }))
+    Scheme::FourBits(BlockFormat { codes, block_size, double_quant: !args.no_double_quant })
 }

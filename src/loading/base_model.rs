@@ -16,7 +16,7 @@ use crate::adapter::{LowRankFactors, SavedAdapter};
 use crate::engine::Engine;
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::export::bitsandbytes::LinearLayers;
+use crate::export::quantized::LinearLayers;
 use crate::model::{self, DeltaMixer, ModelConfig, RotaryTables, TokenMixer};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::causal_conv::KERNEL_TAPS;
@@ -430,7 +430,7 @@ impl BaseModel {
     /// The user's: `model.dequantize` is false, and the device is a GPU.
     pub(crate) fn check_packed(&self, traits: DeviceTraits) -> Result<()> {
         match self.format {
-            Some(format @ QuantFormat::Grid(_)) if !traits.on_host() => {
+            Some(format) if format.is_kept() && !traits.on_host() => {
                 Err(Error::user("cannot keep packed weights on a GPU (`model.dequantize = false`)")
                     .because(format!("no kernel dequantizes {}", format.scheme().describe()))
                     .hint("remove `dequantize`; `quantization.kind = \"nf4\"` then takes less memory"))
@@ -448,7 +448,7 @@ impl BaseModel {
         let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), Trains::All) = (&self.format, trains) {
             let other = match stored {
-                Some(QuantFormat::Grid(_)) => "remove `model.dequantize`",
+                Some(format) if format.is_kept() => "remove `model.dequantize`",
                 Some(_) => "give the unquantized model",
                 None => "remove `[quantization]`",
             };
@@ -467,7 +467,7 @@ impl BaseModel {
                     format.scheme().describe()
                 ))
                 .hint(match format {
-                    QuantFormat::Grid(_) => "remove `model.dequantize`, or write `init = \"default\"`",
+                    format if format.is_kept() => "remove `model.dequantize`, or write `init = \"default\"`",
                     _ => "give the unquantized model and `[quantization]`, or write `init = \"default\"`",
                 }));
         }

@@ -15,7 +15,7 @@ use super::run_params::{ParamCache, RunParams};
 use super::traffic;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
-use crate::export::bitsandbytes::LinearLayers;
+use crate::export::quantized::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;

@@ -20,7 +20,7 @@ impl Method {
         let Some(adapter_setup) = adapter_setup else {
             return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
         };
-        let in_4_bits = format.is_some_and(|format| format.scheme().hint().bits == 4);
+        let in_4_bits = format.is_some_and(|format| format.scheme().hint().bits < 8);
         let (tag, name) = match (adapter_setup.config.spec.use_dora, in_4_bits) {
             (false, false) => ("lora", "LoRA"),
             (false, true) => ("qlora", "QLoRA"),

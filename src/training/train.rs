@@ -34,7 +34,6 @@ use crate::loading::BaseCheck;
 use crate::locks::locked;
 use crate::planning::Plan;
 use crate::profile::{Profiler, TraceSchedule};
-use crate::quant::QuantFormat;
 use crate::report::ui::{RunView, restore_screen};
 use crate::report::{MetricsEndpoint, MetricsLog, RunEnd, Terminal};
 use crate::runtime::fault_signals::before_exit;
@@ -196,7 +195,7 @@ impl TrainRun<'_> {
             let said =
                 |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
             match self.plan.base.format {
-                Some(QuantFormat::Grid(_)) => self.terminal.line(said("read and kept packed")),
+                Some(format) if format.is_kept() => self.terminal.line(said("read and kept packed")),
                 Some(_) => self.terminal.line(said("read and quantized")),
                 None => self.terminal.detail(said("read")),
             }

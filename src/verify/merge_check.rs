@@ -10,7 +10,7 @@ use crate::cli::BaseChoice;
 use crate::data::{self, Split};
 use crate::engine::Comparison;
 use crate::error::{Error, Result};
-use crate::export::bitsandbytes::LinearLayers;
+use crate::export::quantized::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
@@ -26,9 +26,12 @@ use crate::weights::ModelIdentity;
 const RECIPE_FILE: &str = "recipe.toml";
 /// Largest number of rows that a certificate compares.
 const ROWS: usize = 64;
+/// Share of the adapter's effect below which a merge warns.
+const LOST: f64 = 0.5;
 /// Largest mean divergence from rounding the merged weights, in nats per token.
 const SAME_BASE: f64 = 0.005;
-/// Largest mean divergence if the base weights are not those that the adapter was trained on.
+/// Largest mean divergence if the base weights are not those that the adapter was trained on, or
+/// the merged ones are quantized.
 const OTHER_BASE: f64 = 0.1;
 
 /// Base weights of a merge.
@@ -105,8 +108,8 @@ impl MergeBase {
 
     /// Returns the largest accepted mean divergence in nats per token, unless the user sets
     /// `--max-kl`.
-    pub(crate) fn threshold(&self) -> f64 {
-        if self.same { SAME_BASE } else { OTHER_BASE }
+    pub(crate) fn threshold(&self, requantized: bool) -> f64 {
+        if self.same && !requantized { SAME_BASE } else { OTHER_BASE }
     }
 }
 
@@ -142,6 +145,9 @@ pub(crate) struct MergeCheck<'a> {
     pub(crate) dataset: &'a DataSource,
     /// Largest accepted mean divergence, in nats per token.
     pub(crate) max_kl: f64,
+    /// True if the merged weights are quantized again, so that a part of the adapter's effect is
+    /// lost.
+    pub(crate) requantized: bool,
     /// Device and dtype of both models.
     pub(crate) options: &'a EngineOptions,
     /// Resolver of the data set.
@@ -155,19 +161,57 @@ pub(crate) struct Certificate {
     pub(crate) found: Comparison,
     /// Largest accepted mean divergence, in nats per token.
     pub(crate) max_kl: f64,
+    /// True if the merged weights are quantized again.
+    requantized: bool,
 }
 
 impl Certificate {
+    /// Describes the certificate: the divergence and, for quantized weights, the share of the
+    /// adapter's effect that survived.
+    pub(crate) fn lines(self) -> Vec<String> {
+        let Certificate { found, max_kl, requantized } = self;
+        let divergence = format!(
+            "verified on {}: mean KL divergence {:.6} nats a token between base + adapter and the merged model (accepted: up to {max_kl}); the likeliest token is the same at {:.2} % of positions",
+            units::exact(found.rows, "row"),
+            found.mean_kl(),
+            100.0 * found.top1_agreement()
+        );
+        [divergence].into_iter().chain(requantized.then(|| self.effect())).collect()
+    }
+
+    /// Describes the share of the adapter's effect that quantized weights have.
+    fn effect(self) -> String {
+        match self.found.kept_share() {
+            None => "the adapter does not change the logits of these rows".to_owned(),
+            Some(share) => format!(
+                "{:.1} % of the adapter's effect on the logits survived the quantization of the merged weights",
+                100.0 * share
+            ),
+        }
+    }
+
+    /// Returns a warning if quantization removed most of the adapter's effect.
+    pub(crate) fn warning(self) -> Option<&'static str> {
+        let is_lost = self.requantized && self.found.kept_share().is_some_and(|share| share < LOST);
+        is_lost.then_some(
+            "the merged model has lost most of the adapter's effect: merge without `--requantize`, or use the adapter beside its base",
+        )
+    }
+
     /// Returns the certificate as in merge.json.
     pub(crate) fn to_json(self) -> Value {
-        json!({
+        let mut entries = json!({
             "rows": self.found.rows,
             "tokens": self.found.tokens,
             "mean_kl": self.found.mean_kl(),
             "max_kl": self.found.max_kl,
             "top1_agreement": self.found.top1_agreement(),
             "threshold_mean_kl": self.max_kl,
-        })
+        });
+        if let Some(share) = self.found.kept_share() {
+            entries["effect_kept"] = share.into();
+        }
+        entries
     }
 }
 
@@ -187,22 +231,35 @@ impl MergeCheck<'_> {
         let model = ModelSection { id: Some(DataSource::Path(merged.to_owned())), ..ModelSection::default() };
         let merged = BaseModel::open(&model, None, self.resolver)?.engine(Trains::Nothing, self.options)?;
         let batches = data::batch::in_order(examples, recipe.data.longest_row());
-        let found = trained.compare(&merged, batches)?;
-        let certificate = Certificate { found, max_kl: self.max_kl };
+        let found = if self.requantized {
+            let other = || self.base.engine(Trains::Nothing, self.options);
+            let base = (!trained.has_base()).then(other).transpose()?;
+            trained.compare_effect(&merged, base.as_ref(), batches)?
+        } else {
+            trained.compare(&merged, batches)?
+        };
+        let certificate = Certificate { found, max_kl: self.max_kl, requantized: self.requantized };
         if found.mean_kl() > self.max_kl {
-            return Err(Error::user("the merged model differs too much from base and adapter")
-                .because(format!(
-                    "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
-                    found.mean_kl(),
-                    units::exact(found.rows, "row"),
-                    self.dataset,
-                    found.max_kl,
-                    100.0 * found.top1_agreement(),
-                    self.max_kl
-                ))
-                .because("nothing was written")
-                .hint("merge onto the base it was trained on (leave out `--base`) or in `--dtype f32`; `--max-kl` accepts more"));
+            let error = Error::user("the merged model differs too much from base and adapter").because(format!(
+                "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
+                found.mean_kl(),
+                units::exact(found.rows, "row"),
+                self.dataset,
+                found.max_kl,
+                100.0 * found.top1_agreement(),
+                self.max_kl
+            ));
+            let error = if self.requantized { error.because(certificate.effect()) } else { error };
+            return Err(error.because("nothing was written").hint(self.hint()));
         }
         Ok(certificate)
+    }
+
+    fn hint(&self) -> &'static str {
+        if self.requantized {
+            "merge without `--requantize`, into plain weights; `--max-kl` accepts more"
+        } else {
+            "merge onto the base it was trained on (leave out `--base`) or in `--dtype f32`; `--max-kl` accepts more"
+        }
     }
 }

@@ -47,5 +47,7 @@ mod gguf_base;
 mod packed_bases;
 mod plan;
 mod quantize;
+mod quantize_mxfp4;
+mod requantize;
 mod train;
 mod verify_resume;

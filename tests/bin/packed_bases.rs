@@ -297,3 +297,48 @@ fn a_checkpoint_that_contradicts_itself() {
     hint: give config.json and weights of one and the same model
     ");
 }
+
+/// Earlier checkpoints of ModelOpt have their settings in hf_quant_config.json alone. Outputs with
+/// plain weights do not get the file, those in the format of the base do.
+#[test]
+fn settings_beside_config_json() {
+    let place = place("tiny-modelopt-fp8");
+    let model = place.path("model");
+    let wanted = place.said(&["inspect", "model"]);
+    let mut config = json_of(&model.join("config.json"));
+    let settings = config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+    std::fs::write(model.join("config.json"), config.to_string()).unwrap();
+    // Returns the cause of a refusal that names the file.
+    let cause = || {
+        let said = place.refused(&["inspect", "model"]);
+        let lines: Vec<&str> = said.lines().collect();
+        assert!(lines[0].ends_with("cannot read [DIR]/model/hf_quant_config.json"), "{said}");
+        lines[1].trim_start_matches("  caused by: ").to_owned()
+    };
+    assert_ne!(place.said(&["inspect", "model"]), wanted);
+    let write =
+        |value: &Value| std::fs::write(model.join("hf_quant_config.json"), value.to_string()).unwrap();
+    let algorithm = &settings["quant_algo"];
+    write(&json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}));
+    assert_eq!(place.said(&["inspect", "model"]), wanted);
+    let [ours, theirs] = [&model, &golden("qbases/models/tiny-modelopt-fp8")].map(|folder| base(folder));
+    for name in ours.files.as_ref().unwrap().names() {
+        let [ours, theirs] = [&ours, &theirs].map(|base| floats(base.files.as_ref().unwrap(), name));
+        assert_eq!(ours, theirs, "{name}");
+    }
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    for (output, more, copied) in [("plain", None, false), ("again", Some("--requantize"), true)] {
+        let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", output];
+        place.said(&[&args[..], more.as_slice()].concat());
+        assert_eq!(place.path(output).join("hf_quant_config.json").exists(), copied, "{output}");
+        assert!(json_of(&place.path(output).join("config.json")).get("quantization_config").is_none());
+        place.said(&["inspect", output]);
+    }
+    is_plain(&place.path("plain"), StoredDtype::BF16);
+    write(&json!({"quantization": {"quant_algo": "W4A8_AWQ"}}));
+    assert_snapshot!(cause(), @r#"`quantization.quant_algo` is "W4A8_AWQ"; accepted: null, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4""#);
+    write(&json!({"quantization": {}}));
+    assert_snapshot!(cause(), @r#"`quantization.quant_algo` is missing; accepted: null, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4""#);
+    write(&json!({"quant_algo": "FP8"}));
+    assert_snapshot!(cause(), @"it has no object `quantization`, which describes the weights");
+}

@@ -31,7 +31,13 @@ fn shown(error: &Error, folder: &Path) -> String {
 
 /// Merges onto the base as stored, without a check.
 fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: Dtype) -> Result<MergeReport> {
-    let options = MergeOptions { dtype, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
+    let options = MergeOptions {
+        dtype,
+        base: BaseValues::AsStored,
+        skip: &[],
+        requantize: false,
+        verify: &|_| Ok(None),
+    };
     adapter::merge(base, adapter, output, &options)
 }
 

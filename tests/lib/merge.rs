@@ -33,7 +33,8 @@ fn config_of(folder: &Path) -> Value {
 }
 
 fn merge(model: &Path, adapter: &Path, output: &Path, base: BaseValues) -> Result<MergeReport> {
-    let options = MergeOptions { dtype: Dtype::F32, base, skip: &[], verify: &|_| Ok(None) };
+    let options =
+        MergeOptions { dtype: Dtype::F32, base, skip: &[], requantize: false, verify: &|_| Ok(None) };
     let text = fs::read_to_string(model.join("config.json")).expect("there");
     let mut files = ModelFiles::open(model)?;
     unstack_experts(&ModelConfig::from_json(&text, "config.json")?, &mut files)?;
@@ -135,8 +136,13 @@ fn an_adapter_of_keys_that_no_block_reads_merges_as_without_them() {
         let output = dir.path().join(adapter.file_name().expect("a name")).with_extension("merged");
         let mut files = ModelFiles::open(&model).expect("opens");
         model::settle(&mut config, &mut files).expect("settles");
-        let options =
-            MergeOptions { dtype: Dtype::F32, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
+        let options = MergeOptions {
+            dtype: Dtype::F32,
+            base: BaseValues::AsStored,
+            skip: &[],
+            requantize: false,
+            verify: &|_| Ok(None),
+        };
         adapter::merge(&files, adapter, &output, &options).expect("merges");
         fs::read(output.join("model.safetensors")).expect("weights")
     };
@@ -190,8 +196,13 @@ fn only_linear_layers_of_blocks_are_quantized() {
 fn a_quantized_checkpoint_comes_out_plain() {
     let dir = temp();
     let output = dir.path().join("merged");
-    let options =
-        MergeOptions { dtype: Dtype::Bf16, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
+    let options = MergeOptions {
+        dtype: Dtype::Bf16,
+        base: BaseValues::AsStored,
+        skip: &[],
+        requantize: false,
+        verify: &|_| Ok(None),
+    };
     let base = ModelFiles::open(&golden("quant/tiny-llama-bnb-nf4")).expect("opens");
     adapter::merge(&base, &golden("train/qlora/adapter_final"), &output, &options).expect("merges");
     let ours = ModelFiles::open(&output).expect("opens");
@@ -211,7 +222,13 @@ fn what_was_merged_is_on_record() {
         assert!(folder.join("config.json").exists() && !folder.join(MERGE_FILE).exists());
         Ok(Some(json!({"mean_kl": 0.5})))
     };
-    let options = MergeOptions { dtype: Dtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &seen };
+    let options = MergeOptions {
+        dtype: Dtype::Auto,
+        base: BaseValues::AsStored,
+        skip: &[],
+        requantize: false,
+        verify: &seen,
+    };
     adapter::merge(&base, &lora, &first, &options).expect("merges");
     let record = MergeRecord::read(&first).expect("reads").expect("is there");
     let digest = |adapter: &Path| {
@@ -264,7 +281,13 @@ fn a_check_that_fails_leaves_nothing() {
     let output = dir.path().join("merged");
     let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
     let verify = |_: &Path| Err(Error::user("the merged model is another"));
-    let options = MergeOptions { dtype: Dtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &verify };
+    let options = MergeOptions {
+        dtype: Dtype::Auto,
+        base: BaseValues::AsStored,
+        skip: &[],
+        requantize: false,
+        verify: &verify,
+    };
     let merged = adapter::merge(&base, &golden("train/lora/adapter_final"), &output, &options);
     assert_eq!(merged.expect_err("refused").what(), "the merged model is another");
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 0);

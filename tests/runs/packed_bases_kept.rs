@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 
 const GPTQ: &str = "tiny-gptq-4-g32-act";
 const MODELS: [&str; 5] = [GPTQ, "tiny-awq-4-g32", "tiny-ct-int4-g32-asym", "tiny-fp8-block", "tiny-mxfp4"];
-const OTHERS: [&str; 6] = [
+const OTHERS: [&str; 7] = [
+    "tiny-gguf-q4_k",
     "tiny-gguf-q4_0",
     "tiny-gguf-q8_0",
     "tiny-ct-nvfp4",
@@ -92,7 +93,9 @@ fn a_packed_base_trains_as_the_dequantized_one() {
 /// needs the norms of the weights.
 #[test]
 fn every_strategy_keeps_a_base_packed() {
-    for model in each_third([GPTQ, "tiny-fp8-block", "tiny-mxfp4", "tiny-ct-nvfp4", "tiny-hqq-4"], 0) {
+    for model in
+        each_third([GPTQ, "tiny-fp8-block", "tiny-mxfp4", "tiny-gguf-q4_k", "tiny-ct-nvfp4", "tiny-hqq-4"], 0)
+    {
         let place = place(model);
         std::fs::create_dir(place.path("off")).unwrap();
         let [one, two] = [1, 2].map(|turns| format!("train.gradient_accumulation_steps={turns}"));
@@ -132,6 +135,14 @@ fn outputs_do_not_depend_on_it() {
     let said = place.said(&["--resume", "--output", "cut"]);
     assert!(said.contains(" packed in memory"), "{said}");
     assert!(adapter(&place, "whole") == adapter(&place, "cut"));
+    // The other choice has other last bits.
+    let other = ["--resume", "--output", "cut", "--set", "model.dequantize=true"];
+    let said = place.refused(&other);
+    assert_snapshot!(said[said.find("error: ").unwrap()..], @"
+    error: cannot resume cut/checkpoint-4
+      caused by: model.dequantize: false in the checkpoint, true now
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+    ");
     // Returns the results with the packed base, and with the dequantized one.
     place.write("kept.toml", "[model]\ndequantize = false\n");
     let both = |args: &[&str]| {

@@ -19,7 +19,7 @@ pub(super) const SINGLE: &str = "model.safetensors";
 /// The list of shards of a model in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-const TEXTS: [&str; 3] = [CONFIG, "generation_config.json", INDEX];
+const TEXTS: [&str; 4] = [CONFIG, "generation_config.json", "hf_quant_config.json", INDEX];
 /// Files beside the vocabulary of a tokenizer.
 const TOKENIZER: [&str; 4] =
     ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"];

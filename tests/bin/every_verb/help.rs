@@ -36,7 +36,7 @@ fn help_of_the_root() {
       train          Train a model, the same as `finetune` without a verb
       plan           Estimate memory, time and cost of a run, here or on other hardware
       merge          Merge an adapter into its model and write a Hugging Face folder
-      quantize       Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
+      quantize       Write a 4-bit or 8-bit checkpoint of a model
       export         Export a model as a GGUF file or Hugging Face folder, or an adapter as GGUF
       generate       Continue a prompt, chat, or answer a file of prompts
       eval           Measure loss, perplexity and token accuracy on a data set
@@ -111,18 +111,18 @@ fn help_of_the_root() {
 fn help_of_every_verb() {
     assert_snapshot!(told(&["quantize", "--help"]), @"
     exit 0
-    Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
+    Write a 4-bit or 8-bit checkpoint of a model
 
     Usage: finetune quantize [OPTIONS] --model <MODEL> --kind <KIND> --output <DIR>
 
     Options:
           --model <MODEL>    Model: a folder or a hub id
           --kind <KIND>      Format of the linear layers; all other weights stay as they are stored
-                             [possible values: nf4, fp4, int8]
+                             [possible values: nf4, fp4, int8, mxfp4]
           --output <DIR>     Folder to write; must be new or empty
-          --block-size <N>   Weights per scale, a power of two from 32 to 4096; not with int8 [default:
+          --block-size <N>   Weights per scale, a power of two from 32 to 4096; with nf4, fp4 [default:
                              64]
-          --no-double-quant  Keep the scales in f32; not with int8, whose scales always are
+          --no-double-quant  Keep the scales in f32; with nf4, fp4
           --skip <NAME>      Layers to leave unquantized, such as down_proj or layers.0; may be repeated
           --offline          Use only local files, without network access
       -q, --quiet            Print only errors and warnings
@@ -132,6 +132,7 @@ fn help_of_every_verb() {
     Examples:
       finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
       finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8
+      finetune quantize --model merged --kind mxfp4 --output merged-mxfp4
     ");
     assert_snapshot!(told(&["merge", "--help"]), @"
     exit 0
@@ -162,11 +163,15 @@ fn help_of_every_verb() {
               - original:  The unquantized weights in the model's files
               - quantized: The same weights, quantized and dequantized
 
+          --requantize
+              Write the weights in the quantized format of the model instead of plain
+
           --verify-on <DATASET>
               Compare with base and adapter on 64 rows of this data set, before writing
 
           --max-kl <NATS>
-              Mean KL divergence to accept, in nats per token [default: 0.005; other base: 0.1]
+              Mean KL divergence to accept, in nats per token [default: 0.005; other base or
+              --requantize: 0.1]
 
           --force-base
               Use the adapter on a model other than the one it was trained on
@@ -183,8 +188,9 @@ fn help_of_every_verb() {
       -h, --help
               Print help (see a summary with '-h')
 
-    Example:
+    Examples:
       finetune merge --adapter out --output merged
+      finetune merge --model model-fp8 --adapter out --requantize --verify-on test.jsonl --output merged
     ");
     assert_snapshot!(told(&["export", "--help"]), @"
     exit 0

@@ -155,6 +155,12 @@ impl Engine {
         Ok(x)
     }
 
+    /// Returns whether the model without its adapter is the base: false if the adapter replaces
+    /// weights of the base.
+    pub fn has_base(&self) -> bool {
+        self.store.base_change().is_none()
+    }
+
     /// Checks that the model without its adapter is the base.
     fn check_switch(&self, adapter: AdapterSwitch) -> Result<()> {
         match self.store.base_change().filter(|_| adapter == AdapterSwitch::Off) {

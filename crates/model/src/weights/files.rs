@@ -236,6 +236,11 @@ impl ModelFiles {
         first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
     }
 
+    /// Returns the files.
+    pub(super) fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
     /// Returns whether a model.safetensors.index.json lists the files.
     pub fn is_indexed(&self) -> bool {
         self.indexed

@@ -7,7 +7,7 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::{EMBED_PER_LAYER, EMBED_TOKENS, LM_HEAD, ModelFiles};
 use crate::error::Result;
-use crate::quant::{BlockType, GridFormat, QuantFormat, QuantViewMut};
+use crate::quant::{BlockType, QuantFormat, QuantViewMut};
 use crate::units;
 
 impl ModelFiles {
@@ -25,7 +25,7 @@ impl ModelFiles {
     pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
         match self.parts(name)? {
             StoredParts::Quantized(parts) => Some(parts.format),
-            StoredParts::Packed(_) | StoredParts::Blocks(_) => self.kept_format(name).map(QuantFormat::Grid),
+            StoredParts::Packed(_) | StoredParts::Blocks(_) => self.kept_format(name),
         }
     }
 
@@ -40,7 +40,7 @@ impl ModelFiles {
     }
 
     /// Returns the format in which a run keeps a packed tensor, if it does.
-    fn kept_format(&self, name: &str) -> Option<GridFormat> {
+    fn kept_format(&self, name: &str) -> Option<QuantFormat> {
         let in_block = ![EMBED_TOKENS, EMBED_PER_LAYER, LM_HEAD].contains(&name);
         self.parts(name).filter(|_| self.keeps_packed && in_block)?.kept()
     }
@@ -58,13 +58,13 @@ impl ModelFiles {
         let Some(format) = self.kept_format(name) else { return Ok(false) };
         let (info, place) =
             (self.require(name)?, |place: &ShardRange| self.stored(name, place.shard, &place.range));
-        match self.parts(name) {
-            Some(StoredParts::Packed(parts)) => {
+        match (self.parts(name), format) {
+            (Some(StoredParts::Packed(parts)), QuantFormat::Grid(format)) => {
                 let codes = self.stored(name, info.shard, &info.range)?;
                 parts.tensor(codes, place)?.copy_to(&format, &mut to.runs);
             }
-            Some(StoredParts::Blocks(parts)) => parts.copy_to(&format, &mut to.runs, place)?,
-            Some(StoredParts::Quantized(_)) | None => return Ok(false),
+            (Some(StoredParts::Blocks(parts)), format) => parts.copy_to(format, &mut to.runs, place)?,
+            _ => return Ok(false),
         }
         // A truncation during the copy counts too.
         self.check_lengths()?;

@@ -3,9 +3,14 @@
 //! Codes and scales are borrowed from the memory map, which is unaligned, so f32 scales are copied
 //! for each use. `readers` defines the names of the runs in files and checks that they match.
 
-use super::tensor_info::ShardRange;
-use crate::error::Result;
-use crate::quant::{QuantFormat, QuantTensor, QuantViewMut, RunDtype, RunMeaning, RunsView};
+use half::f16;
+
+use super::tensor_info::{Patch, ShardRange};
+use crate::error::{Error, Result};
+use crate::quant::{
+    BlockFormat, NESTED_BLOCK, QuantBuffer, QuantFormat, QuantTensor, QuantViewMut, RunDtype, RunMeaning,
+    RunsView, nest_around,
+};
 
 /// The data of a quantized tensor besides its entry in the list of tensors, which has the position
 /// of its codes.
@@ -18,6 +23,58 @@ pub(super) struct QuantizedParts {
     pub(super) offset: f32,
     /// Bytes of codes and companions.
     pub(super) bytes: u64,
+}
+
+impl QuantizedParts {
+    /// Returns new bytes for the codes, which are at `codes`, and for the other runs of tensor
+    /// `name`. The mean of double-quantized scales stays, since it is part of a text.
+    ///
+    /// # Errors
+    /// User: a value is beyond the range from which the format is quantized.
+    pub(super) fn requantized(&self, name: &str, codes: ShardRange, values: &[f32]) -> Result<Vec<Patch>> {
+        let format = match self.format {
+            QuantFormat::FourBit(format) => {
+                QuantFormat::FourBit(BlockFormat { double_quant: false, ..format })
+            }
+            other => other,
+        };
+        // bitsandbytes makes the codes of 8 bits from f16 values.
+        let is_f16 = matches!(format, QuantFormat::Int8Rows(_));
+        let tensor = QuantBuffer::new(format, values.len(), &|start, part| {
+            for (to, value) in part.iter_mut().zip(&values[start..]) {
+                *to = if is_f16 { f16::from_f32(*value).to_f32() } else { *value };
+            }
+            match part.iter().position(|value| !value.is_finite()) {
+                None => Ok(()),
+                Some(at) => Err(Error::user(format!("cannot quantize the merged `{name}`")).because(format!(
+                    "its value {} is {}; accepted: numbers within the range of f16, from which LLM.int8() quantizes",
+                    start + at,
+                    values[start + at]
+                ))),
+            }
+        })?;
+        let scales = tensor.view().runs.floats(RunMeaning::Scales).to_vec();
+        let mut nested = vec![0u8; scales.len()];
+        let mut outer = vec![0f32; scales.len().div_ceil(NESTED_BLOCK)];
+        if self.format.scheme().double_quant() {
+            nest_around(self.offset, &scales, &mut nested, &mut outer);
+        }
+        let mut patches =
+            vec![Patch { place: codes, bytes: tensor.view().runs.bytes(RunMeaning::Codes).to_vec() }];
+        for (meaning, place) in &self.runs {
+            let bytes = match meaning {
+                RunMeaning::ScaleCodes => std::mem::take(&mut nested),
+                RunMeaning::NestedScales => le(&outer),
+                _ => le(&scales),
+            };
+            patches.push(Patch { place: place.clone(), bytes });
+        }
+        Ok(patches)
+    }
+}
+
+fn le(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// A quantized tensor of a checkpoint, borrowed from its files.

@@ -38,6 +38,10 @@ const TOKENIZER_FILES: [&str; 6] = [
     "merges.txt",
     "sentencepiece.bpe.model",
 ];
+/// Files beside config.json that describe the quantization of weights.
+const QUANTIZATION_FILES: [&str; 3] = [MODELOPT_CONFIG, "quantize_config.json", "quant_config.json"];
+/// The settings of ModelOpt.
+const MODELOPT_CONFIG: &str = "hf_quant_config.json";
 /// The chat template of a folder, if it is a separate file.
 pub const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// The folder in which transformers keeps named chat templates, one `.jinja` file each.
@@ -94,6 +98,11 @@ impl ConfigChanges {
         Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
     }
 
+    /// Returns the changes for weights with the names, shapes and types of the old ones: none.
+    pub(crate) fn for_same_files() -> Self {
+        Self { whole: true, predict_further: true, ..Self::default() }
+    }
+
     /// Returns the same changes for weights with the tensors that `kept` has.
     #[must_use]
     pub(crate) fn with_kept(self, kept: &KeptTensors) -> Self {
@@ -120,9 +129,62 @@ pub(crate) fn read_config(folder: &Path) -> Result<Map<String, Value>> {
 /// Works like [`read_config`]; for a model for images, returns the settings of the whole model.
 fn read_whole_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
-    let text = input_file::read("read", &path)?;
+    let mut config = read_object(&path)?;
+    if !config.contains_key(QUANTIZATION_CONFIG)
+        && let Some(settings) = modelopt_settings(folder)?
+    {
+        config.insert(QUANTIZATION_CONFIG.into(), settings.into());
+    }
+    Ok(config)
+}
+
+fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let text = input_file::read("read", path)?;
     serde_json::from_slice(&text)
         .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
+}
+
+/// Returns the settings in hf_quant_config.json, in which ModelOpt describes the weights of a
+/// folder, in earlier versions there alone. `None` if it does not exist or describes plain weights.
+fn modelopt_settings(folder: &Path) -> Result<Option<Map<String, Value>>> {
+    let path = folder.join(MODELOPT_CONFIG);
+    if facts(&path)?.is_none() {
+        return Ok(None);
+    }
+    let refused = |cause: String| {
+        Err(Error::user(format!("cannot read {}", path.display()))
+            .because(cause)
+            .hint("give the model that was not quantized"))
+    };
+    let Some(Value::Object(mut settings)) = read_object(&path)?.shift_remove("quantization") else {
+        return refused("it has no object `quantization`, which describes the weights".into());
+    };
+    let accepted = readers::MODELOPT_ALGORITHMS;
+    let found = settings.get("quant_algo");
+    if found.is_some_and(Value::is_null) {
+        return Ok(None);
+    }
+    let name = found.and_then(Value::as_str);
+    if !name.is_some_and(|name| accepted.iter().any(|known| known.eq_ignore_ascii_case(name))) {
+        let found = found.map_or("missing".into(), Value::to_string);
+        return refused(format!(
+            "`quantization.quant_algo` is {found}; accepted: null, \"{}\"",
+            accepted.join("\", \"")
+        ));
+    }
+    settings.insert("quant_method".into(), readers::MODELOPT.into());
+    Ok(Some(settings))
+}
+
+/// Returns the place where the files of `folder` describe its weights as quantized.
+///
+/// # Errors
+/// User: a file cannot be read.
+pub(crate) fn quantization_place(folder: &Path) -> Result<Option<String>> {
+    if read_object(&folder.join(CONFIG_FILE))?.contains_key(QUANTIZATION_CONFIG) {
+        return Ok(Some(format!("{CONFIG_FILE} has `{QUANTIZATION_CONFIG}`")));
+    }
+    Ok(modelopt_settings(folder)?.map(|_| format!("{MODELOPT_CONFIG} describes its weights")))
 }
 
 /// Works like [`read_config`] for a folder that may have no config.json.
@@ -195,14 +257,26 @@ pub fn copy(
     changes: ConfigChanges,
 ) -> Result<()> {
     let whole = changes.whole;
-    let config = if whole {
+    let keeps_quantization = changes.quantization == QuantizationChange::Keep;
+    let mut config = if whole {
         changed_whole(read_whole_config(from)?, changes)
     } else {
         changed(read_config(from)?, changes)
     };
+    if keeps_quantization && modelopt_settings(from)?.is_some() {
+        // The copied file has the settings that config.json of `from` does not have.
+        if !read_object(&from.join(CONFIG_FILE))?.contains_key(QUANTIZATION_CONFIG) {
+            config.shift_remove(QUANTIZATION_CONFIG);
+        }
+    }
     copy_tokenizer(from, to, if tokenizer.is_some() { &[] } else { &VOCABULARIES })?;
     if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|found| found.is_file()) {
         copy_file(&from.join(GENERATION_CONFIG), &to.join(GENERATION_CONFIG))?;
+    }
+    if keeps_quantization {
+        for name in file_names(from)?.iter().filter(|name| QUANTIZATION_FILES.contains(&name.as_str())) {
+            copy_file(&from.join(name), &to.join(name))?;
+        }
     }
     if whole {
         for name in file_names(from)?.iter().filter(|name| PROCESSOR_FILES.contains(&name.as_str())) {
@@ -267,7 +341,7 @@ fn facts(path: &Path) -> Result<Option<Metadata>> {
 }
 
 /// Copies the contents without the permissions, since a cache keeps its files read-only.
-fn copy_file(from: &Path, to: &Path) -> Result<()> {
+pub(super) fn copy_file(from: &Path, to: &Path) -> Result<()> {
     let contents = std::fs::read(from).map_err(|error| Error::io("read", from, &error))?;
     std::fs::write(to, contents).map_err(|error| Error::io("write", to, &error))
 }

@@ -4,7 +4,7 @@ use super::gguf::BlockParts;
 use super::packed::PackedParts;
 use super::quantized::QuantizedParts;
 use super::tensor_info::ShardRange;
-use crate::quant::GridFormat;
+use crate::quant::QuantFormat;
 
 /// The data of a tensor that is stored as several.
 #[derive(Debug, Clone)]
@@ -41,10 +41,10 @@ impl StoredParts {
     }
 
     /// Returns the format in which a run may keep it instead of decoding it.
-    pub(super) fn kept(&self) -> Option<GridFormat> {
+    pub(super) fn kept(&self) -> Option<QuantFormat> {
         match self {
             StoredParts::Quantized(_) => None,
-            StoredParts::Packed(parts) => parts.kept(),
+            StoredParts::Packed(parts) => parts.kept().map(QuantFormat::Grid),
             StoredParts::Blocks(parts) => parts.kept(),
         }
     }

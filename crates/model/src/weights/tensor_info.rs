@@ -40,3 +40,9 @@ pub(super) struct ShardRange {
     pub(super) shard: usize,
     pub(super) range: Range<usize>,
 }
+
+/// New bytes for a range of a file.
+pub(super) struct Patch {
+    pub(super) place: ShardRange,
+    pub(super) bytes: Vec<u8>,
+}

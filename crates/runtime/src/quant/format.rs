@@ -3,7 +3,7 @@
 use super::element::DequantizedElement;
 use super::runs::RunsView;
 use super::scheme::QuantScheme;
-use super::schemes::{BlockFormat, FourBit, GridFormat, Int8, Int8Rows};
+use super::schemes::{BlockFormat, FourBit, GgmlFormat, GridFormat, Int8, Int8Rows};
 use crate::recipe::enums::QuantKind;
 
 /// Quantization format of a tensor.
@@ -17,6 +17,8 @@ pub enum QuantFormat {
     Int8Rows(BlockFormat<Int8Rows>),
     /// A format of another tool, kept as it is stored.
     Grid(GridFormat),
+    /// A block format of GGUF, kept as it is stored.
+    Ggml(GgmlFormat),
 }
 
 impl Default for QuantFormat {
@@ -42,6 +44,11 @@ impl QuantFormat {
         Self::Int8Rows(BlockFormat { codes: Int8Rows, block_size: columns, double_quant: false })
     }
 
+    /// Returns whether another tool quantized to this format, and a run keeps it as it is stored.
+    pub fn is_kept(&self) -> bool {
+        matches!(self, QuantFormat::Grid(_) | QuantFormat::Ggml(_))
+    }
+
     /// Implementation of the format.
     pub fn scheme(&self) -> &dyn QuantScheme {
         match self {
@@ -49,6 +56,7 @@ impl QuantFormat {
             QuantFormat::Int8(format) => format,
             QuantFormat::Int8Rows(format) => format,
             QuantFormat::Grid(format) => format,
+            QuantFormat::Ggml(format) => format,
         }
     }
 
@@ -59,6 +67,7 @@ impl QuantFormat {
             QuantFormat::Int8(format) => format.dequantize(runs, start, out),
             QuantFormat::Int8Rows(format) => format.dequantize(runs, start, out),
             QuantFormat::Grid(format) => format.dequantize(runs, start, out),
+            QuantFormat::Ggml(format) => format.dequantize(runs, start, out),
         }
     }
 }

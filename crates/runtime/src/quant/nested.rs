@@ -27,13 +27,21 @@ pub fn block_scales<'a>(runs: &RunsView<'a>, double_quant: bool) -> impl Fn(usiz
 /// `codes` has another length than `scales`, or `outer` has not one value per [`NESTED_BLOCK`] of
 /// them.
 pub fn nest(scales: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
+    let mean = sum_as_torch(scales) / scales.len().max(1) as f32;
+    nest_around(mean, scales, codes, outer);
+    mean
+}
+
+/// Works like [`nest`] for a given number instead of the mean.
+///
+/// # Panics
+/// The same as for [`nest`].
+pub fn nest_around(mean: f32, scales: &[f32], codes: &mut [u8], outer: &mut [f32]) {
     assert_eq!(codes.len(), scales.len(), "one code a scale");
     assert_eq!(outer.len(), scales.len().div_ceil(NESTED_BLOCK), "one outer scale a block");
-    let mean = sum_as_torch(scales) / scales.len().max(1) as f32;
     let centred: Vec<f32> = scales.iter().map(|x| x - mean).collect();
     let blocks = centred.par_chunks(NESTED_BLOCK).zip(codes.par_chunks_mut(NESTED_BLOCK)).zip(outer);
     blocks.with_min_len(64).for_each(|((values, codes), outer)| *outer = quantize_signed(values, codes));
-    mean
 }
 
 /// Lanes of a vector, and vectors that torch's sum adds in parallel.

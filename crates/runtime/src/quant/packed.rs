@@ -10,7 +10,7 @@ use super::e4m3::E4M3;
 use super::small_floats::{E2M1, ScaleDtype};
 
 /// Position within a word of each of eight rows of AWQ.
-const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+pub(super) const AWQ_POSITIONS: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// The arrangement of the codes of a matrix `[rows, columns]`. Words have 32 bits, and the first
 /// code of a word is in its lowest bits.
@@ -107,7 +107,7 @@ struct AreaScales {
 
 /// Consecutive columns of one group.
 pub(super) struct GroupRun {
-    columns: Range<usize>,
+    pub(super) columns: Range<usize>,
     /// The group, counted from the first in [`AreaScales::pairs`].
     pub(super) group: usize,
 }
@@ -253,8 +253,17 @@ impl PackedTensor<'_> {
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
-        let at = self.format.scale_index(row, group);
-        self.format.scales.with_factor(self.format.scales.read(self.scales, at), self.factor)
+        self.scale_of(self.scale_bits(row, group))
+    }
+
+    /// Returns the stored bits of a scale.
+    pub(super) fn scale_bits(&self, row: usize, group: usize) -> u32 {
+        self.format.scales.bits(self.scales, self.format.scale_index(row, group))
+    }
+
+    /// Returns the scale with these bits.
+    pub(super) fn scale_of(&self, bits: u32) -> f32 {
+        self.format.scales.with_factor(self.format.scales.value(bits), self.factor)
     }
 
     pub(super) fn zero(&self, row: usize, group: usize) -> f32 {

@@ -5,6 +5,9 @@
 //! quantized first, the codes of one tensor). Each weight is rounded once, at the end. The output
 //! folder appears complete or not at all, and its merge.json records the sources.
 //!
+//! On request the weights go back into the quantized format of the base (`requantize`), one tensor
+//! in memory at a time.
+//!
 //! `base_values` reads the weights before the change, `delta` applies the adapter, `embeddings`
 //! handles embedding and head, and `report` prevents a second merge of the same adapter.
 
@@ -12,6 +15,7 @@ mod base_values;
 mod delta;
 mod embeddings;
 mod report;
+mod requantize;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -58,6 +62,8 @@ pub struct MergeOptions<'a> {
     pub base: BaseValues,
     /// Modules that stay as stored on a base that is quantized first.
     pub skip: &'a [String],
+    /// True if the merged weights are quantized to the format of the base's files.
+    pub requantize: bool,
     /// A check of the result; if it fails, the output is removed.
     pub verify: &'a Verify<'a>,
 }
@@ -81,8 +87,9 @@ pub struct MergeReport {
 /// new folder `output`.
 ///
 /// # Errors
-/// User: the adapter cannot be read, is not of this base or is already merged; `output` is not
-/// empty. Storage: the disk is full or fails. Errors of `options.verify`. `output` is then removed.
+/// User: the adapter cannot be read, is not of this base or is already merged; the base has no
+/// quantized format to write, or not the sizes of the merged weights; `output` is not empty.
+/// Storage: the disk is full or fails. Errors of `options.verify`. `output` is then removed.
 pub fn merge(
     base: &ModelFiles,
     adapter: &Path,
@@ -95,12 +102,13 @@ pub fn merge(
     let modules = embeddings::modules(base, &Tie::new(base, &config), &adapter);
     let adapter = adapter.fitted(&modules)?;
     let plan = MergePlan::new(base, &adapter, &config, options)?;
+    if options.requantize {
+        plan.check_requantized(options.base)?;
+    }
     let folder = AtomicDir::create(output)?;
-    let mut files = plan.write(folder.path())?;
-    let entries: Vec<WriteEntry> = plan.outs().map(|out| out.entry.clone()).collect();
-    let changes = ConfigChanges::for_weights(&entries)
-        .untied(plan.untied || base.head_is_apart())
-        .with_kept(base.kept());
+    let mut files =
+        if options.requantize { plan.requantize(folder.path())? } else { plan.write(folder.path())? };
+    let changes = plan.config_changes(options.requantize);
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
@@ -114,6 +122,7 @@ pub fn merge(
         adapter: adapter.folder().display().to_string(),
         adapter_blake3: digest,
         dtype: dtype.and_then(StoredDtype::config_name).map(String::from),
+        requantized: options.requantize,
         certificate: (options.verify)(folder.path())?,
         earlier,
     };
@@ -142,6 +151,8 @@ fn words(base: BaseValues) -> String {
 /// A tensor of the merged model.
 struct MergeOutput<'a> {
     entry: WriteEntry,
+    /// The name of the base's tensor.
+    stored: &'a str,
     source: ValueSource<'a>,
     /// The format to which the tensor is quantized before the adapter is added.
     format: Option<QuantFormat>,
@@ -239,6 +250,7 @@ impl<'a> MergePlan<'a> {
                 shape,
                 stack: info.stack.clone(),
             }),
+            stored,
             source: ValueSource::Base(stored),
             format: None,
             rows: None,
@@ -269,6 +281,17 @@ impl<'a> MergePlan<'a> {
             out.source = ValueSource::Adapter(module, TensorKind::SavedBias);
         }
         Ok(out)
+    }
+
+    /// Returns the changes of config.json: none for weights in the format of the base.
+    fn config_changes(&self, requantized: bool) -> ConfigChanges {
+        if requantized {
+            return ConfigChanges::for_same_files();
+        }
+        let entries: Vec<WriteEntry> = self.outs().map(|out| out.entry.clone()).collect();
+        ConfigChanges::for_weights(&entries)
+            .untied(self.untied || self.base.head_is_apart())
+            .with_kept(self.base.kept())
     }
 
     fn outs(&self) -> impl Iterator<Item = &MergeOutput<'a>> {
@@ -309,6 +332,11 @@ impl<'a> MergePlan<'a> {
             }
             return Ok(());
         }
+        self.merged(out, |block| sink.write_values(block))
+    }
+
+    /// Calls `write` for the merged values of a tensor, in blocks of whole rows.
+    fn merged(&self, out: &MergeOutput<'_>, mut write: impl FnMut(&[f32]) -> Result<()>) -> Result<()> {
         let shape = &out.entry.shape;
         let elements = shape.iter().product();
         let values = MergeValues::open(self.base, self.adapter, out.source, (elements, out.format))?;
@@ -329,7 +357,7 @@ impl<'a> MergePlan<'a> {
             let block = &mut buffer[..block.min(elements - start)];
             values.read(start, block)?;
             change.apply(block, start / row)?;
-            sink.write_values(block)?;
+            write(block)?;
         }
         Ok(())
     }

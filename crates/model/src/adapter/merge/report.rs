@@ -30,6 +30,9 @@ pub struct MergeRecord {
     pub adapter_blake3: String,
     /// The dtype of most of the weights, as config.json names it.
     pub dtype: Option<String>,
+    /// True if the weights are quantized to the format of the base.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub requantized: bool,
     /// The result of the comparison of the merged model with base and adapter.
     pub certificate: Option<Value>,
     /// The earlier merges of the base, first to last.

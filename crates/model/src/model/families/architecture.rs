@@ -35,6 +35,8 @@ pub struct Architecture {
     pub(in crate::model) stacked_experts: Option<StackedExperts>,
     /// True if these stacks hold the transpose of each layer.
     pub(in crate::model) transposes_stacks: bool,
+    /// True if transformers reads these stacks in MXFP4, as blocks and scales.
+    pub(crate) stacks_in_mxfp4: bool,
     /// True if checkpoints hold the biases of a router as one row, `[1, E]`.
     pub(in crate::model) router_bias_is_row: bool,
     /// True if models may have no layers with experts but the keys that count them.

@@ -31,6 +31,7 @@ pub(super) static GPT_OSS: Architecture = Architecture {
         down: "mlp.experts.down_proj",
     }),
     transposes_stacks: true,
+    stacks_in_mxfp4: true,
     gguf: GgufFacts {
         activation: Activation::ClampedSilu,
         mlp_norm: "post_attention_norm",

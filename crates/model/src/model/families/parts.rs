@@ -37,6 +37,7 @@ pub(super) const fn architecture(
         module_name: llama_name,
         stacked_experts: None,
         transposes_stacks: false,
+        stacks_in_mxfp4: false,
         router_bias_is_row: false,
         may_be_dense: false,
         class_names: &ClassNames::USUAL,

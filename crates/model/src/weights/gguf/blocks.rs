@@ -7,7 +7,9 @@ use super::order::FileOrder;
 use super::source::{BlockSource, decode_part, row_bytes};
 use crate::error::Result;
 use crate::quant;
-use crate::quant::{BlockType, GridCodes, GridFormat, GridZeros, RunMeaning, RunsViewMut, ScaleDtype};
+use crate::quant::{
+    BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantFormat, RunMeaning, RunsViewMut, ScaleDtype,
+};
 use crate::weights::StoredElement;
 use crate::weights::tensor_info::ShardRange;
 
@@ -108,51 +110,48 @@ impl BlockParts {
     }
 
     /// Returns the format in which a run keeps the parameter, if it can: blocks of whole numbers
-    /// with one scale each.
-    pub(in crate::weights) fn kept(&self) -> Option<GridFormat> {
-        let codes = match self.kind()? {
+    /// with one scale each as a grid, other blocks as they are.
+    pub(in crate::weights) fn kept(&self) -> Option<QuantFormat> {
+        let kind = self.kind()?;
+        let alike = self.sources.iter().all(|source| source.kind == kind);
+        let in_order = self.order.is_none() && !self.is_log_rate && self.added == 0.0;
+        if !kind.is_quantized() || !alike || !in_order || self.rows == 0 || self.columns == 0 {
+            return None;
+        }
+        let codes = match kind {
             BlockType::Q4_0 => GridCodes::Int4,
             BlockType::Q8_0 => GridCodes::Int8,
-            _ => return None,
+            kind => return Some(QuantFormat::Ggml(GgmlFormat { kind })),
         };
-        let alike = self.sources.iter().all(|source| Some(source.kind) == self.kind());
-        let in_order = self.order.is_none() && !self.is_log_rate;
-        (alike && in_order && self.added == 0.0 && self.rows > 0 && self.columns > 0).then_some(GridFormat {
+        Some(QuantFormat::Grid(GridFormat {
             codes,
             columns: self.columns,
             row_block: 1,
-            column_block: self.kind()?.elements(),
+            column_block: kind.elements(),
             scales: ScaleDtype::F16,
             zeros: GridZeros::Implied,
             by_column: false,
-        })
+        }))
     }
 
     /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::kept`]; `bytes`
     /// reads a range.
     pub(in crate::weights) fn copy_to<'a>(
         &self,
-        format: &GridFormat,
+        format: QuantFormat,
         to: &mut RunsViewMut<'_>,
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<()> {
-        let bits = format.codes.bits();
-        let (mut row, mut codes) = (0, vec![0u8; self.columns]);
+        let mut row = 0;
         for source in &self.sources {
             let stored = bytes(&source.place)?;
             for at in 0..self.rows {
                 let line = row_bytes(source.kind, stored, self.source_row(at), self.columns);
-                let blocks = line.chunks_exact(source.kind.bytes());
-                let scales = to.bytes_mut(RunMeaning::ScaleBytes).chunks_exact_mut(2);
-                let scales = scales.skip(row * format.groups());
-                for ((block, scale), codes) in
-                    blocks.zip(scales).zip(codes.chunks_exact_mut(format.column_block))
-                {
-                    scale.copy_from_slice(&block[..2]);
-                    block_codes(format.codes, &block[2..], codes);
+                match format {
+                    QuantFormat::Grid(format) => to_grid(line, source.kind, &format, row, to),
+                    _ => to.bytes_mut(RunMeaning::Codes)[row * line.len()..][..line.len()]
+                        .copy_from_slice(line),
                 }
-                let width = self.columns * bits / 8;
-                quant::pack_codes(&codes, bits, &mut to.bytes_mut(RunMeaning::Codes)[row * width..][..width]);
                 row += 1;
             }
         }
@@ -176,6 +175,19 @@ impl BlockParts {
             (at, out) = (at + count, rest);
         }
     }
+}
+
+/// Rearranges a line of blocks of whole numbers into the runs of `format`, as the line `row`.
+fn to_grid(line: &[u8], kind: BlockType, format: &GridFormat, row: usize, to: &mut RunsViewMut<'_>) {
+    let (bits, mut codes) = (format.codes.bits(), vec![0u8; format.columns]);
+    let scales = to.bytes_mut(RunMeaning::ScaleBytes).chunks_exact_mut(2).skip(row * format.groups());
+    let blocks = line.chunks_exact(kind.bytes()).zip(scales);
+    for ((block, scale), codes) in blocks.zip(codes.chunks_exact_mut(format.column_block)) {
+        scale.copy_from_slice(&block[..2]);
+        block_codes(format.codes, &block[2..], codes);
+    }
+    let width = format.columns * bits / 8;
+    quant::pack_codes(&codes, bits, &mut to.bytes_mut(RunMeaning::Codes)[row * width..][..width]);
 }
 
 /// Writes the codes of a block, one a byte; those of signed bytes are 128 higher.

@@ -28,6 +28,7 @@ use super::stored_parts::StoredParts;
 use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
 pub(crate) use bitsandbytes::METHOD as BITSANDBYTES;
+pub(crate) use modelopt::{ALGORITHMS as MODELOPT_ALGORITHMS, METHOD as MODELOPT};
 use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 
 /// The key of config.json with the quantization of weights.

@@ -12,6 +12,11 @@ use crate::quant::{CodeLayout, PackedFormat, ScaleDtype};
 use crate::weights::stored_parts::StoredParts;
 use crate::weights::{StoredDtype, TensorInfo};
 
+/// The accepted values of `quant_algo`. Algorithms that also rotate or scale inputs have other
+/// names.
+pub(crate) const ALGORITHMS: [&str; 4] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"];
+/// Its name in config.json.
+pub(crate) const METHOD: &str = "modelopt";
 const SCALES: &str = ".weight_scale";
 const FACTOR: &str = ".weight_scale_2";
 const OWNED: [&str; 3] = [FACTOR, SCALES, ".input_scale"];
@@ -23,7 +28,7 @@ pub(super) struct ModelOpt;
 
 impl CheckpointFormat for ModelOpt {
     fn method(&self) -> &'static str {
-        "modelopt"
+        METHOD
     }
 
     fn owner(&self, name: &str) -> Option<String> {
@@ -35,9 +40,7 @@ impl CheckpointFormat for ModelOpt {
     }
 
     fn reader(&self, settings: &Settings) -> Result<ReadWeight> {
-        // Algorithms that also rotate or scale inputs have other names.
-        const ACCEPTED: [&str; 4] = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"];
-        name_in(settings, &["quant_algo"], &ACCEPTED)?;
+        name_in(settings, &["quant_algo"], &ALGORITHMS)?;
         Ok(Box::new(read))
     }
 }

@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Transpose};
 use crate::quant::{
-    GridCodes, GridFormat, GridZeros, QuantBuffer, QuantFormat, QuantScheme as _, RunDtype, RunMeaning,
-    ScaleDtype,
+    BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantBuffer, QuantFormat, QuantScheme as _,
+    RunDtype, RunMeaning, ScaleDtype,
 };
 use crate::recipe::enums::QuantKind;
 use crate::runtime::rng::RngStream;
@@ -30,6 +30,7 @@ pub(in crate::ops) fn quantized(
     let values = stream.normals(0..n as u64, 1.0);
     let quantized = match format {
         QuantFormat::Grid(grid) => stored(&grid, n, stream),
+        QuantFormat::Ggml(format) => blocks(format, n, stream),
         _ => QuantBuffer::new(format, n, &|start, piece| {
             piece.copy_from_slice(&values[start..start + piece.len()]);
             Ok(())
@@ -47,6 +48,30 @@ pub(in crate::ops) fn quantized(
         Ok(Quantized { format, shape, runs: runs.collect::<Result<_>>()?, offset: memory.offset })
     };
     Ok([on(runner.device)?, on(&Device::Cpu)?])
+}
+
+/// Returns a shape whose rows the format can hold: of blocks of GGUF whole ones, a few wider.
+pub(in crate::ops) fn whole(format: &QuantFormat, (rows, columns): (usize, usize)) -> (usize, usize) {
+    match format {
+        QuantFormat::Ggml(format) => (rows, columns.next_multiple_of(format.kind.elements())),
+        _ => (rows, columns),
+    }
+}
+
+/// Returns a matrix of random blocks with outer scales near 2⁻¹¹.
+fn blocks(format: GgmlFormat, n: usize, stream: RngStream) -> QuantBuffer {
+    let mut matrix = QuantBuffer::zeros(QuantFormat::Ggml(format), n);
+    // The places of the upper bytes of scales in f16, from the start or the end of a block.
+    let (size, halves) = match format.kind {
+        BlockType::Q6K => (format.kind.bytes(), vec![209]),
+        BlockType::Q2K => (format.kind.bytes(), vec![81, 83]),
+        BlockType::Q3K => (format.kind.bytes(), vec![109]),
+        _ => (format.kind.bytes(), vec![1, 3]),
+    };
+    for (at, byte) in matrix.runs.bytes_mut(RunMeaning::Codes).iter_mut().enumerate() {
+        *byte = if halves.contains(&(at % size)) { 0x10 } else { stream.bits(at as u64) as u8 };
+    }
+    matrix
 }
 
 /// Returns a matrix of random codes, zeros and groups, with scales near 1/8.
@@ -111,7 +136,11 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
 ];
 
 /// The tested formats of other tools, which have no kernels. A matrix gives them its width.
-pub(in crate::ops) const GRIDS: [QuantFormat; 7] = [
+pub(in crate::ops) const KEPT: [QuantFormat; 11] = [
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q4K }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q6K }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q2K }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::IQ4NL }),
     QuantFormat::Grid(GridFormat {
         zeros: GridZeros::Bytes,
         ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16)
@@ -134,12 +163,12 @@ pub(in crate::ops) const GRIDS: [QuantFormat; 7] = [
 /// Returns the cases of products with a quantized weight.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for format in FORMATS.into_iter().chain(GRIDS) {
+    for format in FORMATS.into_iter().chain(KEPT) {
         let (scheme, double_quant) = (format.scheme(), format.scheme().double_quant());
         let nested = if double_quant { " nested" } else { "" };
-        let is_grid = matches!(format, QuantFormat::Grid(_));
+        let is_grid = format.is_kept();
         let name = match format {
-            QuantFormat::Grid(_) => scheme.describe(),
+            QuantFormat::Grid(_) | QuantFormat::Ggml(_) => scheme.describe(),
             _ => format!("{} {}{nested}", scheme.name(), scheme.hint().block_size),
         };
         // Rows that are not a multiple of a block. Formats with nested or row scales also get more
@@ -149,6 +178,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             shapes.push(((600, 2100), "600x2100"));
         }
         for (shape, what) in shapes {
+            let shape = whole(&format, shape);
             for (form, accumulate) in [(Transpose::Nt, false), (Transpose::Nn, true)] {
                 let what =
                     format!("{name}, {form:?} {what}{}", if accumulate { ", accumulated" } else { "" });
@@ -336,10 +366,11 @@ mod tests {
                 GridCodes::E4m3 => 5,
                 GridCodes::E2m1 => 6,
             },
+            QuantFormat::Ggml(_) => 7,
         };
-        let mut found: Vec<usize> = FORMATS.iter().chain(&GRIDS).map(index).collect();
+        let mut found: Vec<usize> = FORMATS.iter().chain(&KEPT).map(index).collect();
         found.sort_unstable();
         found.dedup();
-        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6]);
+        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 }
