@@ -91,7 +91,8 @@ fn the_verbs_read_what_quantize_wrote() {
 fn every_family_is_written_in_mxfp4() {
     let mut models = tiny_models("models");
     models.extend(tiny_models("families/models"));
-    for model in models {
+    let mut written = 0;
+    'models: for model in models {
         let place = Place::with_model(&model);
         // Rows of some layers are no whole blocks: the error names them.
         let mut skip: Vec<String> = Vec::new();
@@ -102,6 +103,9 @@ fn every_family_is_written_in_mxfp4() {
                 break;
             }
             let said = place.told(&output.stderr);
+            if said.contains("every linear layer is skipped") {
+                continue 'models;
+            }
             assert!(
                 said.contains("accepted by MXFP4: multiples of 32") && skip.len() < 40,
                 "{model}: {said}"
@@ -144,7 +148,9 @@ fn every_family_is_written_in_mxfp4() {
         let method = if model == "tiny-gpt-oss" { "mxfp4" } else { "compressed-tensors" };
         assert_eq!(config["quantization_config"]["quant_method"], method);
         assert!(count > 1, "{model}: {count}");
+        written += 1;
     }
+    assert!(written > 30, "{written}");
 }
 
 /// The experts of gpt-oss keep the values that they had in MXFP4, in stacks of the same shapes.
