@@ -2,6 +2,7 @@
 //! run again over other inputs and other adapters in the same memory, give the bits of a pass. So
 //! everything that such a pass computes goes through the driver, and no number by value depends on
 //! data.
+//! Both passes have the same spans; uploads are not recorded.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

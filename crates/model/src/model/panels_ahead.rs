@@ -1,4 +1,5 @@
 //! The dequantized panels of a block's products on a GPU, each made beside the product before it.
+//! **Not yet run on a GPU.**
 //!
 //! A product takes its panel and then starts that of the next one, so at most two panels exist at a
 //! time. The first product of a block makes its own. The device waits for a panel that no product

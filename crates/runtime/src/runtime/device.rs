@@ -253,8 +253,8 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
     tell_memory_by(|| memory_of_this_thread().map(|memory| memory.to_string()));
     // A separate stream: the default streams are one per host thread, unordered among each other.
     let device = CudaDevice::new_with_stream(index)?;
-    // SAFETY: before the first allocation. All memory is allocated, uploaded to and freed on the
-    // stream above, and work on other streams is ordered with it by events.
+    // SAFETY: before the first allocation. All memory is allocated and freed on the stream above,
+    // and work on other streams is ordered with it by events.
     unsafe { device.disable_event_tracking() };
     Ok(Device::Cuda(device))
 }

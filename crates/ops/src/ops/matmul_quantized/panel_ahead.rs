@@ -1,6 +1,8 @@
 //! A dequantized matrix that a GPU's second queue makes beside the products before its own.
 //! **Not yet run on a GPU.**
 
+use std::cell::Cell;
+
 use candle_core::{DType, Tensor};
 
 use super::{Quantized, cuda};
@@ -9,6 +11,12 @@ use crate::ops::gpu::{Driver, WorkBeside, driver_of};
 use crate::quant::RunMeaning;
 use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};
+
+thread_local! {
+    /// True once a panel of this thread's products did not fit. A request that fails empties the
+    /// memory pool, which is too slow to repeat for each product.
+    static IS_REFUSED: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The panel of stacked quantized matrices, in the making. It holds the memory that the second
 /// queue reads and writes: dropping it makes the first queue, which frees and reuses that memory,
@@ -26,8 +34,8 @@ pub struct PanelAhead {
 impl PanelAhead {
     /// Starts to dequantize stacked whole matrices of one width to `dtype`, `[Σ out, in]`, as
     /// [`super::dequantize`] does, after all work that the device has so far. Returns none if the
-    /// device has no second queue, no kernel for it, or not enough memory for a panel more: the
-    /// product then makes its own.
+    /// device has no second queue, no kernel for it, or not enough memory for a panel more, now or
+    /// before on this thread: the product then makes its own.
     ///
     /// # Errors
     /// Fails if a run is missing, or the driver refuses the work.
@@ -37,8 +45,14 @@ impl PanelAhead {
         let Some(driver) = driver_of(codes).filter(|_| cuda::is_supported(weights, dtype)) else {
             return Ok(None);
         };
+        if IS_REFUSED.get() {
+            return Ok(None);
+        }
         match Self::start_by(driver, weights, dtype) {
-            Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => Ok(None),
+            Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => {
+                IS_REFUSED.set(true);
+                Ok(None)
+            }
             started => started,
         }
     }
