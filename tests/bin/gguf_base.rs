@@ -169,7 +169,7 @@ fn counts_are_those_of_the_tensors() {
     };
     assert_snapshot!(["olmoe.expert_count", "olmoe.block_count"].map(refused).join(""), @"
     error: cannot use the model of [DIR]/model.gguf
-      caused by: its key `olmoe.expert_count` is 100000000, and its tensor `blk.0.ffn_up_exps.weight` has 8
+      caused by: its key `olmoe.expert_count` is 100000000, and its tensor `blk.0.ffn_down_exps.weight` has 8
     hint: give the Hugging Face model that the GGUF file was made from
     error: cannot use the model of [DIR]/model.gguf
       caused by: its key `olmoe.block_count` is 100000000; accepted: up to 65536

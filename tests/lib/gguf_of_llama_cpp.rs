@@ -129,21 +129,44 @@ fn gemma_4_with_joined_experts_and_merges() {
         contents.keys.remove("tokenizer.ggml.pre");
     });
     assert_eq!(exported.is_in(&file), [] as [&str; 0]);
+    // Users can change the list of parameters.
+    let folder = described(&file);
+    let path = folder.path().join("model.gguf.index.json");
+    let list = std::fs::read_to_string(&path).unwrap();
+    assert!(list.contains("\"half\":1"), "{list}");
+    std::fs::write(&path, list.replace("\"half\":1", "\"half\":2")).unwrap();
+    let refused = ModelFiles::open(folder.path()).err().expect("a third half").to_string();
+    assert!(refused.contains("half 2 of it; accepted: 0, 1"), "{refused}");
+}
+
+/// The numbers of Llama 4 that no key changes.
+fn blocks_of_llama4() -> [(&'static str, serde_json::Value); 3] {
+    let length = serde_json::json!(8192);
+    let growth = ("attn_scale", serde_json::json!(0.1));
+    [("attention_chunk_size", length.clone()), ("floor_scale", length), growth]
 }
 
 /// Golden models whose own settings llama.cpp does not have.
 #[test]
 fn models_of_other_settings_are_themselves_again() {
-    let length = serde_json::json!(8192);
-    let growth = ("attn_scale", serde_json::json!(0.1));
-    let llama4 = [("attention_chunk_size", length.clone()), ("floor_scale", length), growth];
+    let llama4 = blocks_of_llama4();
+    // Scout's factors: the divisors are a step.
+    let [scout, early] = [8192, 500].map(|original| {
+        let rope = serde_json::json!({ "rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": original });
+        [&llama4[..], &[("rope_parameters", rope)]].concat()
+    });
     let lfm2 = [("routed_scaling_factor", serde_json::json!(1.0))];
     // Without a scaling of rotary positions, which its family has by default.
     let plain = serde_json::json!({ "rope_type": "default", "rope_theta": 1e4 });
     let apertus = [("rope_scaling", serde_json::Value::Null), ("rope_parameters", plain)];
-    for (name, settings) in
-        [("tiny-llama4", &llama4[..]), ("tiny-lfm2-moe", &lfm2), ("tiny-apertus", &apertus)]
-    {
+    for (name, settings) in [
+        ("tiny-llama4", &llama4[..]),
+        ("tiny-llama4", &scout),
+        ("tiny-llama4", &early),
+        ("tiny-lfm2-moe", &lfm2),
+        ("tiny-apertus", &apertus),
+    ] {
         let exported = Exported::with(name, settings);
         let file = exported.changed(|_| ());
         assert_eq!(exported.is_in(&file), [] as [&str; 0], "{name}");
@@ -152,7 +175,7 @@ fn models_of_other_settings_are_themselves_again() {
 
 /// The blocks after those of the model are counted with them.
 #[test]
-fn blocks_that_predict_further_tokens_are_left_alone() {
+fn blocks_that_predict_further_tokens_are_skipped() {
     for (name, arch, further) in
         [("tiny-qwen3-5", "qwen35", 1), ("tiny-glm4-moe", "glm4moe", 1), ("tiny-gemma4", "gemma4", 2)]
     {
@@ -177,10 +200,8 @@ fn blocks_that_predict_further_tokens_are_left_alone() {
                 }
             }
         });
-        let wanted = format!(
-            "{} tensors that predict further tokens (`nextn`) are neither used nor written",
-            2 * further
-        );
+        let wanted =
+            format!("finetune skips {} tensors of blocks that predict further tokens (`nextn`)", 2 * further);
         assert_eq!(exported.is_in(&file), [wanted.as_str()], "{name}");
         // Without the key they are no part of the model.
         let file = exported.changed(|contents| contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix));
@@ -196,7 +217,7 @@ fn blocks_that_predict_further_tokens_are_left_alone() {
 
 /// The converter also writes keys and values of blocks that read those of others.
 #[test]
-fn keys_that_no_block_reads_are_left_alone() {
+fn keys_that_no_block_reads_are_skipped() {
     let exported = Exported::of("tiny-gemma4-e2b");
     let matrix = Tensor::ones((16, 48), DType::F32, &Device::Cpu).unwrap();
     let file = exported.changed(|contents| {
@@ -204,7 +225,7 @@ fn keys_that_no_block_reads_are_left_alone() {
             contents.add(&format!("blk.3.{part}.weight"), &matrix);
         }
     });
-    let note = "3 tensors of keys and values that no block reads are neither used nor written";
+    let note = "finetune skips 3 tensors of keys and values that no block reads";
     assert_eq!(exported.is_in(&file), [note]);
     let file = exported.changed(|contents| contents.add("blk.2.attn_k.bias", &matrix));
     let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
@@ -215,7 +236,9 @@ fn keys_that_no_block_reads_are_left_alone() {
 #[test]
 fn keys_that_do_not_fit_the_tensors_are_refused() {
     let e2b = Exported::of("tiny-gemma4-e2b");
-    let [lfm2, apertus] = ["tiny-lfm2", "tiny-apertus"].map(Exported::of);
+    let [lfm2, apertus, mixtral] = ["tiny-lfm2", "tiny-apertus", "tiny-mixtral"].map(Exported::of);
+    let llama4 = Exported::with("tiny-llama4", &blocks_of_llama4());
+    let halves = |count: usize| Value::Array(vec![Value::F32(0.5); count]);
     let numbers = |values: &[i32]| Value::Array(values.iter().map(|value| Value::I32(*value)).collect());
     for (exported, key, value, fault) in [
         (&e2b, "gemma4.feed_forward_length", numbers(&[32, 32, 32, 64, 64, 64, 32]), "feed_forward_length"),
@@ -224,8 +247,13 @@ fn keys_that_do_not_fit_the_tensors_are_refused() {
         (&lfm2, "lfm2.attention.head_count_kv", numbers(&[0, 2, 2]), "blk.2.attn_q.weight"),
         (&lfm2, "lfm2.attention.head_count_kv", numbers(&[0, 2]), "a number for each layer"),
         (&lfm2, "lfm2.shortconv.l_cache", Value::U32(4), "shortconv.conv"),
-        (&apertus, "xielu.beta", Value::Array(vec![Value::F32(0.5)]), "xielu.beta"),
-        (&apertus, "xielu.beta", Value::F32(0.5), "`xielu.beta` is missing"),
+        (&lfm2, "lfm2.attention.sliding_window", Value::U32(32), "`lfm2.attention.sliding_window` is 32"),
+        (&apertus, "xielu.beta", halves(1), "`xielu.beta` is [0.5]; accepted: a list with a number for each"),
+        (&apertus, "xielu.beta", halves(9), "`xielu.beta` is [0.5, 0.5"),
+        (&apertus, "xielu.beta", Value::F32(0.5), "`xielu.beta` is 0.5; accepted"),
+        (&llama4, "llama4.expert_gating_func", Value::U32(1), "accepted: 2, a sigmoid"),
+        (&mixtral, "llama.expert_gating_func", Value::U32(2), "accepted: 1, a softmax"),
+        (&mixtral, "llama.feed_forward_length", numbers(&[96; 9]), "has 9 entries; accepted: one for each"),
     ] {
         let file = exported.changed(|contents| {
             contents.keys.insert(key.to_owned(), value.clone());

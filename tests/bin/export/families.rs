@@ -624,13 +624,26 @@ fn other_mixers_are_refused() {
     refuses("tiny-lfm2-moe", "norm_topk_prob", json!(false), "`norm_topk_prob` false");
     refuses("tiny-lfm2-moe", "routed_scaling_factor", json!(1.5), "scores by Sigmoid with a factor of 1.5");
     refuses("tiny-gemma4-e2b", "num_kv_shared_layers", json!(3), "keys and values of layer 2 in layer 4");
+    // llama.cpp needs two layers with keys and values of their own.
+    let one_own = |config: &mut Json| {
+        config["layer_types"] = json!(vec!["full_attention"; 7]);
+        config["num_kv_shared_layers"] = json!(6);
+    };
+    let folder = noise("families/models/tiny-gemma4-e2b", one_own);
+    let place = tempfile::tempdir().unwrap();
+    let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).expect_err("one own layer");
+    assert!(
+        refused.causes().join("; ").contains("layer 1 without keys and values of its own"),
+        "{refused:?}"
+    );
     for (key, value, fault) in [
         (
             "attention_chunk_size",
             json!(12),
             "`attention_chunk_size` is 12; llama.cpp's llama4 has blocks of 8192",
         ),
-        ("attention_chunk_size", Json::Null, "`attention_chunk_size` is null"),
+        ("attention_chunk_size", Json::Null, "no layer attends within blocks"),
+        ("layer_types", json!(vec!["full_attention"; 4]), "no layer attends within blocks"),
         ("floor_scale", json!(8), "grow by 0.1 at each 8 ("),
         ("attn_temperature_tuning", json!(false), "do not grow"),
         ("no_rope_layers", json!([1, 0, 1, 0]), "its layers without positions are [1, 3]"),
@@ -639,8 +652,7 @@ fn other_mixers_are_refused() {
         let folder = changed("tiny-llama4", |config| {
             blocks_of_llama4(config);
             if key == "attention_chunk_size" && value.is_null() {
-                config["layer_types"] =
-                    json!(["full_attention", "full_attention", "full_attention", "full_attention"]);
+                config["layer_types"] = json!(vec!["full_attention"; 4]);
             }
             config[key] = value.clone();
         });

@@ -42,14 +42,20 @@ pub(crate) const GGUF_TENSORS: usize = 1 << 20;
 
 /// Returns the headers of GGUF files of some golden models.
 pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
-    let names = ["apertus", "deepseek-v3", "gemma4-e2b", "gpt-oss", "lfm2", "qwen3-5"];
+    let names = ["apertus", "deepseek-v3", "gemma4-e2b", "gpt-oss", "lfm2", "lfm2-moe", "llama4", "qwen3-5"];
     let header = |name: &str| {
-        let folder = golden("families/models").join(format!("tiny-{name}"));
-        let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().join("model");
+        std::fs::create_dir(&folder).unwrap();
+        for entry in std::fs::read_dir(golden("families/models").join(format!("tiny-{name}"))).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+        }
+        let text = with_numbers_of_llama_cpp(name, &std::fs::read(folder.join("config.json")).unwrap());
+        std::fs::write(folder.join("config.json"), &text).unwrap();
         let mut config = ModelConfig::from_json(&text, "config.json").unwrap();
         let mut files = ModelFiles::open(&folder).unwrap();
         finetune::model::settle(&mut config, &mut files).unwrap();
-        let place = tempfile::tempdir().unwrap();
         let path = place.path().join("model.gguf");
         gguf::write_model(&config, &files, name, GgufType::F32, &path).unwrap();
         let mut bytes = std::fs::read(&path).unwrap();
@@ -60,6 +66,21 @@ pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
         bytes
     };
     names.map(header).into()
+}
+
+/// Returns a config.json with the numbers that llama.cpp always has in this architecture.
+fn with_numbers_of_llama_cpp(name: &str, config: &[u8]) -> String {
+    let mut config: serde_json::Value = serde_json::from_slice(config).unwrap();
+    match name {
+        "lfm2-moe" => config["routed_scaling_factor"] = 1.0.into(),
+        "llama4" => {
+            config["attn_scale"] = 0.1.into();
+            config["attention_chunk_size"] = 8192.into();
+            config["floor_scale"] = 8192.into();
+        }
+        _ => {}
+    }
+    config.to_string()
 }
 
 /// Returns the first lines of every golden data file.

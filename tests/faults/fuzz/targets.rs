@@ -91,8 +91,8 @@ fn gguf_models() {
     on_file("model.gguf", seeds.into(), 100, &[], read_gguf);
 }
 
-/// Headers of latent attention, Gated DeltaNet, sinks, convolutions, shared keys and lists of
-/// numbers. The bytes of tensors are zeros.
+/// Headers of latent attention, Gated DeltaNet, sinks, convolutions, shared keys, lists of numbers,
+/// and experts in some layers. The bytes of tensors are zeros.
 #[test]
 fn gguf_headers() {
     on_file("header.gguf", seeds::gguf_headers(), 600, &[], |path| {

@@ -92,14 +92,12 @@ fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
 /// Refuses attention within blocks of other lengths than llama.cpp's.
 fn refuse_other_blocks(config: &ModelConfig, length: usize, arch: &str) -> Result<()> {
     let lengths = || config.attentions().filter_map(|attention| attention.chunk);
-    let other = lengths().find(|found| *found != length);
-    if other.is_none() && lengths().next().is_some() {
-        return Ok(());
-    }
-    let found = other.map_or("null".to_owned(), |other| other.to_string());
-    Err(refused(format!(
-        "`attention_chunk_size` is {found}; llama.cpp's {arch} has blocks of {length} tokens"
-    )))
+    let found = match lengths().find(|found| *found != length) {
+        Some(other) => format!("`attention_chunk_size` is {other}"),
+        None if lengths().next().is_some() => return Ok(()),
+        None => "no layer attends within blocks (`attention_chunk_size`, `layer_types`)".to_owned(),
+    };
+    Err(refused(format!("{found}; llama.cpp's {arch} has blocks of {length} tokens")))
 }
 
 /// Sets the factors of an architecture that has keys for them.

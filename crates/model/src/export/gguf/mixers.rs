@@ -12,8 +12,8 @@ use crate::model::{
 use crate::ops::experts::RouterScores;
 
 /// llama.cpp's numbers of the functions of a router's logits.
-const SOFTMAX: u32 = 1;
-const SIGMOID: u32 = 2;
+pub(super) const SOFTMAX: u32 = 1;
+pub(super) const SIGMOID: u32 = 2;
 
 /// Sets the keys of heads, norms and recurrences.
 ///
@@ -212,6 +212,12 @@ pub(super) fn fault(config: &ModelConfig) -> Option<String> {
 fn sharing_fault(config: &ModelConfig) -> Option<String> {
     let all = || config.attentions().enumerate();
     let first = all().find_map(|(layer, attention)| attention.reads_from().map(|_| layer))?;
+    // llama.cpp stops at an assertion.
+    if first < 2 {
+        return Some(format!(
+            "layer {first} without keys and values of its own, after less than two layers with some"
+        ));
+    }
     let found = all().find(|(_, attention)| {
         let wanted = first.checked_sub(if attention.window.is_some() { 2 } else { 1 });
         attention.reads_from().is_some_and(|owner| Some(owner) != wanted)

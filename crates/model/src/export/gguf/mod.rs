@@ -101,7 +101,8 @@ pub fn write_model(
         description.metadata.set(key, MetadataValue::F32s(values));
     }
     description.metadata.append(vocabulary.metadata);
-    let mixture = Mixture::new(kind, config);
+    let names = planned.iter().map(|tensor| tensor.place.name.as_str());
+    let mixture = Mixture::new(kind, config, names);
     let mut exported = Exported { notes: description.notes, ..Exported::default() };
     exported.notes.extend(vocabulary.notes);
     let mut entries = Vec::new();

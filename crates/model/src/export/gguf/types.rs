@@ -87,17 +87,24 @@ fn or_smaller_blocks(kind: BlockType, row: usize) -> BlockType {
 }
 
 /// The properties of a model that the rules depend on.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Mixture {
     kind: GgufType,
     layers: usize,
+    /// The layers with values, in order: of Gated DeltaNet too, but not of short convolutions.
+    of_values: Vec<usize>,
     tied: bool,
     seventy_b: bool,
     has_eight_experts: bool,
 }
 
 impl Mixture {
-    pub(super) fn new(kind: GgufType, config: &ModelConfig) -> Self {
+    /// Returns the rules for a file with the tensors `names`.
+    pub(super) fn new<'a>(
+        kind: GgufType,
+        config: &ModelConfig,
+        names: impl Iterator<Item = &'a str>,
+    ) -> Self {
         let grouped = config.heads.num_heads != config.heads.num_kv_heads;
         let seventy_b = config.num_layers() == 80
             && match config.family.gguf.seventy_b {
@@ -109,6 +116,7 @@ impl Mixture {
         Self {
             kind,
             layers: config.num_layers(),
+            of_values: layers_of_values(names),
             tied: config.tie_word_embeddings,
             seventy_b,
             has_eight_experts: config.experts().next().is_some_and(|experts| experts.count == 8),
@@ -137,10 +145,7 @@ impl Mixture {
 
     fn wanted(&self, default: BlockType, name: &str, row: usize) -> BlockType {
         let mixed = matches!(self.kind, GgufType::Q4KM | GgufType::Q5KM);
-        let (layer, part) = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
-            Some((layer, part)) => (layer.parse().unwrap_or(0), part),
-            None => (0, name),
-        };
+        let (layer, part) = part_of_layer(name).unwrap_or((0, name));
         match part {
             "output.weight" | "token_embd.weight" | "per_layer_token_embd.weight"
                 if part == "output.weight" || self.tied =>
@@ -154,12 +159,12 @@ impl Mixture {
             "attn_k.weight" | "attn_v.weight" if self.has_eight_experts => BlockType::Q8_0,
             "attn_output.weight" if self.has_eight_experts && self.kind == GgufType::Q4KM => BlockType::Q5K,
             "attn_v.weight" | "attn_qkv.weight" => match default {
-                _ if mixed && self.gets_more_bits(layer) => BlockType::Q6K,
+                _ if mixed && self.values_get_more_bits(layer) => BlockType::Q6K,
                 BlockType::Q4K if self.seventy_b => BlockType::Q5K,
                 _ => default,
             },
             "ffn_down.weight" | "ffn_down_exps.weight" | "ffn_down_shexp.weight"
-                if mixed && self.gets_more_bits(layer) =>
+                if mixed && gets_more_bits(layer, self.layers) =>
             {
                 BlockType::Q6K
             }
@@ -167,11 +172,35 @@ impl Mixture {
         }
     }
 
-    /// Returns true for the first and last eighth of the layers, and for every third between them.
-    fn gets_more_bits(&self, layer: usize) -> bool {
-        let eighth = self.layers / 8;
-        layer < eighth || layer >= 7 * self.layers / 8 || (layer - eighth) % 3 == 2
+    /// Returns whether the values of `layer` get more bits, by its position among the layers with
+    /// values.
+    fn values_get_more_bits(&self, layer: usize) -> bool {
+        let found = self.of_values.binary_search(&layer);
+        found.is_ok_and(|at| gets_more_bits(at, self.of_values.len()))
     }
+}
+
+/// The projections of values, alone or with others.
+const VALUES: [&str; 2] = ["attn_v.weight", "attn_qkv.weight"];
+
+/// Returns the layers with values among the tensors `names`, in order.
+fn layers_of_values<'a>(names: impl Iterator<Item = &'a str>) -> Vec<usize> {
+    let values = names.filter_map(part_of_layer).filter(|(_, part)| VALUES.contains(part));
+    let mut layers: Vec<usize> = values.map(|(layer, _)| layer).collect();
+    layers.sort_unstable();
+    layers
+}
+
+/// Returns the layer of a tensor and its name there; `None`: it is not part of a layer.
+fn part_of_layer(name: &str) -> Option<(usize, &str)> {
+    let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    Some((layer.parse().ok()?, part))
+}
+
+/// Returns true for the first and last eighth of `count` tensors, and for every third between them.
+fn gets_more_bits(at: usize, count: usize) -> bool {
+    let eighth = count / 8;
+    at < eighth || at >= 7 * count / 8 || (at - eighth) % 3 == 2
 }
 
 #[cfg(test)]
@@ -179,7 +208,8 @@ mod tests {
     use super::*;
 
     fn mixture(kind: GgufType, layers: usize, tied: bool) -> Mixture {
-        Mixture { kind, layers, tied, seventy_b: false, has_eight_experts: false }
+        let of_values = (0..layers).collect();
+        Mixture { kind, layers, of_values, tied, seventy_b: false, has_eight_experts: false }
     }
 
     /// Of llama-quant.cpp, for eight experts; the down projections of experts are like others.
@@ -214,13 +244,29 @@ mod tests {
     /// 1 (7·2/8 = 1): layer 1 alone.
     #[test]
     fn more_bits_by_hand() {
-        let more = |layers: usize| {
-            let mixture = mixture(GgufType::Q4KM, layers, false);
-            (0..layers).filter(|layer| mixture.gets_more_bits(*layer)).collect::<Vec<_>>()
-        };
+        let more =
+            |layers: usize| (0..layers).filter(|layer| gets_more_bits(*layer, layers)).collect::<Vec<_>>();
         assert_eq!(more(2), [1]);
         assert_eq!(more(12), [0, 3, 6, 9, 10, 11]);
         assert_eq!(more(32), [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
+    }
+
+    /// `use_more_bits(qs.i_attention_wv, qs.n_attention_wv)` of llama-quant.cpp for LFM2-1.2B: values
+    /// number 2 and 5 of 6 get more bits, and by layers 0, 1, 4, 7, 10, 13, 14, 15 of 16.
+    #[test]
+    fn values_count_alone_and_down_projections_by_layer() {
+        let mut names: Vec<String> = [2, 5, 8, 10, 12, 14].map(|at| format!("blk.{at}.attn_v.weight")).into();
+        names.extend((0..16).map(|at| format!("blk.{at}.ffn_down.weight")));
+        names.push("blk.3.attn_v.bias".to_owned());
+        let of_values = layers_of_values(names.iter().map(String::as_str));
+        let mixture = Mixture { of_values, ..mixture(GgufType::Q4KM, 16, true) };
+        let more = |part: &str| {
+            let of = names.iter().filter(|name| name.ends_with(part));
+            let more = of.filter(|name| mixture.choose(name, &[8, 256]).0 == BlockType::Q6K);
+            more.filter_map(|name| part_of_layer(name)).map(|(layer, _)| layer).collect::<Vec<_>>()
+        };
+        assert_eq!(more("attn_v.weight"), [8, 14]);
+        assert_eq!(more("ffn_down.weight"), [0, 1, 4, 7, 10, 13, 14, 15]);
     }
 
     /// Each line derived from llama_tensor_get_type_impl and tensor_type_fallback.

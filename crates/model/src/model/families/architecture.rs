@@ -43,6 +43,8 @@ pub struct Architecture {
     pub(super) may_be_dense: bool,
     /// The names of blocks, embedding, last norm and head in checkpoints and in transformers.
     pub class_names: &'static ClassNames,
+    /// True if transformers reads `partial_rotary_factor`; otherwise whole heads rotate.
+    pub(super) rotates_partly: bool,
     /// Reads the number of key-value heads, given that of heads; `None`: `num_key_value_heads`.
     pub(super) num_kv_heads: Option<ReadHeads>,
     /// Default of `intermediate_size`, in widths of the hidden states; `None`: the key is required.

@@ -3,7 +3,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
@@ -12,6 +12,7 @@ use crate::model::rope::Rope;
 pub(super) static ERNIE4_5: Architecture = Architecture {
     head_dim: Some(128),
     ties_embeddings: true,
+    num_kv_heads: Some(key_heads_or::<2>),
     gguf: GgufFacts { reads_o_bias: true, ..GgufFacts::usual("ernie4_5") },
     ..parts::architecture("ernie4_5", &["ernie4_5"], compose)
 };

@@ -39,7 +39,6 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     };
     let blocks = sparse_layers(keys, sizes)?.into_iter().map(block).collect();
     let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 5e5)?)?;
-    let rope = parts::of_whole_heads(rope, sizes)?;
     parts::with_eps(keys, parts::llama_like(keys, blocks, Rope { interleaved: true, ..rope })?, 1e-5)
 }
 

@@ -3,7 +3,7 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufNoPositions, GgufSliding, GgufWindows};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use super::{olmo2, parts};
 use crate::error::{Error, Result};
 use crate::model::composition::{AttentionMixer, QkNormWidth};
@@ -11,6 +11,7 @@ use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 
 pub(super) static EXAONE4: Architecture = Architecture {
+    num_kv_heads: Some(key_heads_or::<32>),
     gguf: GgufFacts {
         heads_fill_hidden: true,
         // The 32B model.

@@ -48,8 +48,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
         AttentionMixer { qkv_bias: bias, o_bias: bias, fused: Some(FusedQkv::ByKeyHead), ..plain };
     let mlp = parts::plain_mlp_by(keys, "activation", "gelu", bias)?;
     let block = BlockConfig { residual: residual_plan(keys)?, ..BlockConfig::pre_norm(attention, mlp) };
-    let rope = parts::of_whole_heads(parts::plain_rope(keys, sizes)?, sizes)?;
-    let composition = parts::llama_like(keys, vec![block; sizes.num_layers], rope)?;
+    let composition =
+        parts::llama_like(keys, vec![block; sizes.num_layers], parts::plain_rope(keys, sizes)?)?;
     parts::with_layer_norms(keys, composition, "layer_norm_epsilon", true)
 }
 

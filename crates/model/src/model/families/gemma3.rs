@@ -3,7 +3,7 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufLocalRope, GgufSliding, GgufSoftcap, GgufWindows};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use super::{gemma, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, QkNormWidth};
@@ -15,6 +15,7 @@ pub(super) static GEMMA3: Architecture = Architecture {
     head_dim: Some(gemma::HEAD_DIM),
     ties_embeddings: true,
     module_name: gemma::module_name,
+    num_kv_heads: Some(key_heads_or::<4>),
     gguf: GgufFacts {
         activation: Activation::GeluTanh,
         logit_softcap: GgufSoftcap::Optional,

@@ -32,6 +32,7 @@ pub(super) static GEMMA4: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
     stacked_experts: Some(StackedExperts { gate_up: "experts.gate_up_proj", down: "experts.down_proj" }),
+    rotates_partly: true,
     gguf: GgufFacts {
         activation: Activation::GeluTanh,
         unscaled_scores: true,

@@ -68,7 +68,8 @@ pub struct GgufFacts {
     pub no_positions: GgufNoPositions,
     /// The growth of queries in layers without positions; `None`: they do not grow.
     pub fixed_growth: Option<GgufGrowth>,
-    /// The number of experts of models without norms of q and k; all others have these.
+    /// Models with this many experts have no norms of q and k, all other models have them; `None`:
+    /// the tensors say so.
     pub unnormed_at: Option<usize>,
     /// Supported values of `rope_type` besides default, linear and dynamic.
     pub rope_types: &'static [&'static str],
@@ -125,8 +126,8 @@ pub struct GgufExperts {
     pub has_width: bool,
     /// True if a key sets the number of first layers without experts.
     pub has_dense_layers: bool,
-    /// True if a key sets the interval of layers with experts. Without this key and the one before
-    /// every layer has experts.
+    /// True if a key sets the interval of layers with experts. Without this key and that of
+    /// `has_dense_layers` every layer has experts.
     pub has_step: bool,
     /// True if a key sets the number of shared experts, in widths of an expert.
     pub has_shared_count: bool,

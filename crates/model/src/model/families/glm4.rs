@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, ResidualPlan};
@@ -14,6 +14,8 @@ use crate::model::rope::Rope;
 pub(super) static GLM4: Architecture = Architecture {
     head_dim: Some(128),
     module_name,
+    num_kv_heads: Some(key_heads_or::<2>),
+    rotates_partly: true,
     gguf: GgufFacts { rotates_partly: true, ..GgufFacts::usual("glm4") },
     ..parts::architecture("glm4", &["glm4"], compose)
 };

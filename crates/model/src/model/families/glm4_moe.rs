@@ -4,7 +4,7 @@ use super::architecture::{Architecture, Composition};
 use super::deepseek_v3::{self, RouterDefaults};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
@@ -12,6 +12,8 @@ use crate::ops::experts::RouterScores;
 
 pub(super) static GLM4_MOE: Architecture = Architecture {
     module_name: deepseek_v3::module_name,
+    num_kv_heads: Some(key_heads_or::<8>),
+    rotates_partly: true,
     gguf: GgufFacts {
         mlp_norm: "post_attention_norm",
         rotates_partly: true,

@@ -11,6 +11,7 @@ use crate::ops::experts::RouterScores;
 pub(super) static GLM4_MOE_LITE: Architecture = Architecture {
     has_latents: true,
     module_name: deepseek_v3::module_name,
+    rotates_partly: true,
     gguf: deepseek_v3::GGUF,
     ..parts::architecture("glm4_moe_lite", &["glm4_moe_lite"], compose)
 };

@@ -17,6 +17,7 @@ pub(super) static GPT_NEOX: Architecture = Architecture {
     num_kv_heads: Some(num_kv_heads),
     class_names: &ClassNames::GPT_NEOX,
     module_name,
+    rotates_partly: true,
     gguf: GgufFacts {
         plain_activations: &[PlainActivation::Gelu, PlainActivation::GeluTanh],
         heads_fill_hidden: true,

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::{GgufExperts, GgufFacts, GgufSliding, GgufWindows};
 use super::parts::{self, ExpertKeys};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, Experts};
@@ -32,6 +32,7 @@ pub(super) static GPT_OSS: Architecture = Architecture {
     }),
     transposes_stacks: true,
     stacks_in_mxfp4: true,
+    num_kv_heads: Some(key_heads_or::<8>),
     gguf: GgufFacts {
         activation: Activation::ClampedSilu,
         mlp_norm: "post_attention_norm",

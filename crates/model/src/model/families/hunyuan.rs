@@ -28,8 +28,7 @@ pub(super) fn compose_of(
     sizes: &ModelSizes,
     block: BlockConfig,
 ) -> Result<Composition> {
-    let rope = parts::of_whole_heads(rope(keys, sizes)?, sizes)?;
-    let composition = parts::llama_like(keys, vec![block; sizes.num_layers], rope)?;
+    let composition = parts::llama_like(keys, vec![block; sizes.num_layers], rope(keys, sizes)?)?;
     parts::with_eps(keys, composition, 1e-5)
 }
 

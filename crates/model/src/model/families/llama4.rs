@@ -4,7 +4,7 @@
 
 use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::{GgufExperts, GgufFacts, GgufGrowth, GgufNoPositions, GgufSliding, GgufWindows};
-use super::sizes::{MOST_WIDE, ModelSizes};
+use super::sizes::{MOST_WIDE, ModelSizes, key_heads_or};
 use super::{parts, smollm3};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
@@ -23,6 +23,7 @@ pub(super) static LLAMA4: Architecture = Architecture {
     }),
     transposes_stacks: true,
     may_be_dense: true,
+    num_kv_heads: Some(key_heads_or::<8>),
     gguf: GgufFacts {
         experts: Some(GgufExperts {
             renormalizes: Some(false),

@@ -20,6 +20,7 @@ pub(super) static MINIMAX_M2: Architecture = Architecture {
     head_dim: Some(128),
     num_kv_heads: Some(sizes::key_heads_or::<8>),
     module_name,
+    rotates_partly: true,
     gguf: GgufFacts {
         tied_head: Some(false),
         rotates_partly: true,

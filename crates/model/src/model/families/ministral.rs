@@ -2,14 +2,17 @@
 //! default on all.
 
 use super::architecture::{Architecture, Composition};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use super::{llama, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
 
-pub(super) static MINISTRAL: Architecture =
-    Architecture { gguf: llama::GGUF, ..parts::architecture("ministral", &["ministral"], compose) };
+pub(super) static MINISTRAL: Architecture = Architecture {
+    gguf: llama::GGUF,
+    num_kv_heads: Some(key_heads_or::<8>),
+    ..parts::architecture("ministral", &["ministral"], compose)
+};
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let window = parts::window(keys, Some(4096))?;

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufSeventyB};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use super::{llama, parts};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
@@ -14,6 +14,7 @@ use crate::model::rope::Rope;
 
 pub(super) static MINISTRAL3: Architecture = Architecture {
     head_dim: Some(128),
+    num_kv_heads: Some(key_heads_or::<8>),
     gguf: GgufFacts {
         reads_yarn_ramp: true,
         seventy_b: GgufSeventyB::Never,

@@ -20,6 +20,7 @@ pub(super) static MISTRAL4: Architecture = Architecture {
         gate_up: "mlp.experts.gate_up_proj",
         down: "mlp.experts.down_proj",
     }),
+    rotates_partly: true,
     gguf: GgufFacts { architecture: "mistral4", ..deepseek_v3::GGUF },
     ..parts::architecture("mistral4", &["mistral4"], compose)
 };

@@ -4,7 +4,7 @@ use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::llama;
 use super::parts::{self, ExpertKeys};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig};
@@ -15,6 +15,7 @@ const EXPERTS: ExpertKeys =
 
 pub(super) static MIXTRAL: Architecture = Architecture {
     module_name,
+    num_kv_heads: Some(key_heads_or::<8>),
     gguf: GgufFacts { experts: Some(GgufExperts { has_width: false, ..GgufExperts::USUAL }), ..llama::GGUF },
     ..parts::architecture("mixtral", &["mixtral"], compose)
 };

@@ -156,6 +156,9 @@ impl ModelConfig {
 fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refusals::refuse_unsupported(keys)?;
+    if !family.rotates_partly {
+        refusals::refuse_partial_rope(keys)?;
+    }
     if let Some(settings) = keys.opt_keys("quantization_config")? {
         readers::refuse_unknown(settings.object())?;
     }
@@ -281,36 +284,90 @@ mod tests {
         }
     }
 
-    /// The defaults of transformers 5.24's configuration classes, and keys that it reads otherwise.
+    /// A model of 64 heads of this type.
+    fn of_type(model_type: &str, changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let sizes = json!({ "model_type": model_type, "vocab_size": 8, "hidden_size": 512, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 64, "head_dim": 8, "hidden_size_per_layer_input": 0,
+            "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "intermediate_size_mlp": 24,
+            "num_experts_per_tok": 1, "n_routed_experts": 4, "block_ff_dim": 24 });
+        let mut keys: Map<String, Value> = sizes.as_object().cloned().unwrap_or_default();
+        let others = match model_type {
+            "granitemoehybrid" => json!({ "layer_types": ["attention", "attention"], "num_local_experts": 0,
+                "shared_intermediate_size": 24 }),
+            "hunyuan_v1_moe" => json!({ "moe_intermediate_size": null }),
+            "lfm2_moe" => json!({ "layer_types": ["conv", "full_attention"] }),
+            _ => json!({}),
+        };
+        keys.extend(others.as_object().cloned().unwrap_or_default());
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    /// The defaults of transformers 5.24's configuration classes.
     #[test]
     fn key_heads_have_their_familys_default() {
-        let of = |model_type: &str, changes: &[(&str, Value)]| {
-            let sizes = json!({ "model_type": model_type, "vocab_size": 8, "hidden_size": 128, "intermediate_size": 24,
-                "num_hidden_layers": 2, "num_attention_heads": 16, "head_dim": 8, "hidden_size_per_layer_input": 0 });
-            let mut keys: Map<String, Value> = sizes.as_object().cloned().unwrap_or_default();
-            keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
-            let config = ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json");
-            config.map(|config| config.heads.num_kv_heads)
+        let counts = |types: &str, count: usize| {
+            for model_type in types.split(' ') {
+                let of = |changes| of_type(model_type, changes).expect(model_type).heads.num_kv_heads;
+                assert_eq!(of(&[]), count, "{model_type}");
+                // Its reader takes null for a missing key.
+                if !model_type.starts_with("lfm2") {
+                    assert_eq!(of(&[("num_key_value_heads", Value::Null)]), 64, "{model_type}");
+                }
+            }
         };
-        for (model_type, count) in [
-            ("ernie4_5_moe", 4),
-            ("gemma4_text", 4),
-            ("gemma4_unified_text", 4),
-            ("minimax_m2", 8),
-            ("llama", 16),
-        ] {
-            assert_eq!(of(model_type, &[]).expect("a model"), count, "{model_type}");
-            let null = [("num_key_value_heads", Value::Null)];
-            assert_eq!(of(model_type, &null).expect("a model"), 16, "{model_type}");
+        counts("glm4 ernie4_5 starcoder2 qwen3_next qwen3_5_moe_text", 2);
+        counts(
+            "ernie4_5_moe gemma2 gemma3_text gemma4_text gemma4_unified_text qwen3_moe qwen3_5_text smollm3",
+            4,
+        );
+        counts("llama4_text mistral ministral ministral3 mixtral gpt_oss glm4_moe seed_oss minimax_m2", 8);
+        counts("lfm2 lfm2_moe", 8);
+        counts("qwen2_moe", 16);
+        counts("qwen2 qwen3 stablelm exaone4", 32);
+        counts("llama arcee apertus cohere cohere2 granite granitemoe granitemoehybrid nemotron", 64);
+        counts("hunyuan_v1_dense hunyuan_v1_moe olmo2 olmo3 olmoe phi3", 64);
+    }
+
+    /// The families whose code in transformers 5.24 reads the key, and all others.
+    #[test]
+    fn a_part_of_heads_rotates_in_the_families_that_read_the_key() {
+        let reads = "gemma4_text gemma4_unified_text glm4 glm4_moe glm4_moe_lite gpt_neox minimax_m2 mistral4 \
+                     nemotron phi3 qwen3_5_moe_text qwen3_5_text qwen3_next stablelm";
+        let mut found: Vec<&str> = families()
+            .filter(|family| family.rotates_partly)
+            .flat_map(|family| family.model_types)
+            .copied()
+            .collect();
+        found.sort_unstable();
+        assert_eq!(found.join(" "), reads);
+        let types = families().filter(|family| !family.rotates_partly && !family.has_latents);
+        for model_type in types.flat_map(|family| family.model_types) {
+            let with = |keys: Value| {
+                let keys = keys.as_object().cloned().unwrap_or_default();
+                let keys: Vec<(&str, Value)> =
+                    keys.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
+                of_type(model_type, &keys)
+            };
+            with(json!({ "partial_rotary_factor": 1.0 })).expect(model_type);
+            let part = json!({ "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5 });
+            for keys in [
+                json!({ "partial_rotary_factor": 0.5 }),
+                json!({ "rope_parameters": part }),
+                json!({ "rope_scaling": part }),
+                json!({ "rope_parameters": { "full_attention": part } }),
+            ] {
+                let refused = with(keys).expect_err("transformers rotates whole heads").to_string();
+                assert!(refused.contains("partial_rotary_factor"), "{refused}");
+            }
         }
-        for model_type in ["falcon", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5_moe"] {
-            let partial = |part: f64| of(model_type, &[("partial_rotary_factor", json!(part))]);
-            assert!(partial(1.0).is_ok(), "{model_type}");
-            let refused = partial(0.5).expect_err("transformers rotates whole heads").to_string();
-            assert!(refused.contains("partial_rotary_factor"), "{refused}");
-        }
-        let falcon = |width: usize| of("falcon", &[("n_embed", json!(width))]);
-        assert!(falcon(128).is_ok());
+    }
+
+    /// Falcon's file has the width of its hidden states under two keys.
+    #[test]
+    fn widths_of_falcon_agree() {
+        let falcon = |width: usize| of_type("falcon", &[("n_embed", json!(width))]);
+        assert!(falcon(512).is_ok());
         let refused = falcon(256).expect_err("another width").to_string();
         assert!(refused.contains("n_embed"), "{refused}");
     }

@@ -12,6 +12,7 @@ use crate::ops::activation::PlainActivation;
 use crate::ops::rms_norm::NormKind;
 
 pub(super) static NEMOTRON: Architecture = Architecture {
+    rotates_partly: true,
     gguf: GgufFacts {
         plain_activations: &[PlainActivation::Relu2],
         heads_fill_hidden: true,

@@ -41,6 +41,7 @@ pub(super) const fn architecture(
         router_bias_is_row: false,
         may_be_dense: false,
         class_names: &ClassNames::USUAL,
+        rotates_partly: false,
         num_kv_heads: None,
         default_inner_width: None,
         inner_width: None,
@@ -351,16 +352,6 @@ pub(super) fn rope_context(keys: &ConfigReader<'_>, sizes: &ModelSizes, theta: f
         max_positions: sizes.max_position_embeddings,
         original_max_positions: keys.opt_usize("original_max_position_embeddings")?,
     })
-}
-
-/// Returns `rope` if it rotates whole heads: transformers 5.24 computes no other in some families.
-pub(super) fn of_whole_heads(rope: Rope, sizes: &ModelSizes) -> Result<Rope> {
-    let (rotated, width) = (2 * rope.inv_freq.len(), sizes.heads.head_dim);
-    if rotated == width {
-        return Ok(rope);
-    }
-    let accepted = "1, no such key: this family rotates whole heads";
-    Err(refused("partial_rotary_factor", rotated as f64 / width as f64, accepted))
 }
 
 /// Reads the scaling object of a rope: `rope_parameters` of transformers 5, or `rope_scaling` of

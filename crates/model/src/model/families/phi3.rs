@@ -15,6 +15,7 @@ use crate::model::rope::RopeContext;
 const ORIGINAL_POSITIONS: usize = 4096;
 
 pub(super) static PHI3: Architecture = Architecture {
+    rotates_partly: true,
     gguf: GgufFacts {
         heads_fill_hidden: true,
         rotates_partly: true,

@@ -3,12 +3,13 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufSeventyB};
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static QWEN2: Architecture = Architecture {
+    num_kv_heads: Some(key_heads_or::<32>),
     gguf: GgufFacts { heads_fill_hidden: true, seventy_b: GgufSeventyB::Always, ..GgufFacts::usual("qwen2") },
     ..parts::architecture("qwen2", &["qwen2"], compose)
 };

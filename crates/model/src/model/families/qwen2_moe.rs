@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
-use super::sizes::{MOST_WIDE, ModelSizes};
+use super::sizes::{MOST_WIDE, ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, Experts, SharedExpert};
 use crate::model::config_reader::ConfigReader;
@@ -19,6 +19,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 
 pub(super) static QWEN2_MOE: Architecture = Architecture {
     may_be_dense: true,
+    num_kv_heads: Some(key_heads_or::<16>),
     gguf: GgufFacts {
         heads_fill_hidden: true,
         tied_head: Some(false),

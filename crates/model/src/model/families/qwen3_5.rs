@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufDelta, GgufFacts};
 use super::parts;
-use super::sizes::{MOST_HEADS, ModelSizes};
+use super::sizes::{MOST_HEADS, ModelSizes, key_heads_or};
 use crate::error::{Error, Result};
 use crate::model::composition::{AttentionMixer, BlockConfig, DeltaMixer, QkNormWidth, TokenMixer};
 use crate::model::config_reader::{ConfigReader, refused};
@@ -14,6 +14,8 @@ use crate::ops::rms_norm::NormKind;
 
 pub(super) static QWEN3_5: Architecture = Architecture {
     head_dim: Some(256),
+    num_kv_heads: Some(key_heads_or::<4>),
+    rotates_partly: true,
     gguf: GGUF,
     ..parts::architecture("qwen3_5", &["qwen3_5_text"], compose)
 };

@@ -5,7 +5,7 @@ use super::architecture::{Architecture, Composition, StackedExperts};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
 use super::qwen3_5;
-use super::sizes::{MOST_WIDE, ModelSizes};
+use super::sizes::{MOST_WIDE, ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{BlockConfig, Experts, SharedExpert};
 use crate::model::config_reader::ConfigReader;
@@ -25,6 +25,8 @@ pub(super) static QWEN3_5_MOE: Architecture = Architecture {
         gate_up: "mlp.experts.gate_up_proj",
         down: "mlp.experts.down_proj",
     }),
+    num_kv_heads: Some(key_heads_or::<2>),
+    rotates_partly: true,
     gguf: GgufFacts { architecture: "qwen35moe", experts: Some(GgufExperts::USUAL), ..qwen3_5::GGUF },
     ..parts::architecture("qwen3_5_moe", &["qwen3_5_moe_text"], compose)
 };

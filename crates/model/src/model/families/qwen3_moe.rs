@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
@@ -19,6 +19,7 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 
 pub(super) static QWEN3_MOE: Architecture = Architecture {
     may_be_dense: true,
+    num_kv_heads: Some(key_heads_or::<4>),
     gguf: GgufFacts { experts: Some(GgufExperts::USUAL), ..GgufFacts::usual("qwen3moe") },
     ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose)
 };

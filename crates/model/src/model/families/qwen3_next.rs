@@ -4,7 +4,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufDelta, GgufExperts, GgufFacts};
 use super::parts::{self, ExpertKeys};
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use super::{qwen3_5, qwen3_5_moe};
 use crate::error::Result;
 use crate::model::composition::BlockConfig;
@@ -21,6 +21,8 @@ const EXPERTS: ExpertKeys = ExpertKeys {
 pub(super) static QWEN3_NEXT: Architecture = Architecture {
     may_be_dense: true,
     head_dim: Some(256),
+    num_kv_heads: Some(key_heads_or::<2>),
+    rotates_partly: true,
     gguf: GgufFacts {
         architecture: "qwen3next",
         experts: Some(GgufExperts::USUAL),

@@ -1,5 +1,6 @@
 //! Refusals that hold for every family.
 
+use super::parts;
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
 use crate::model::config_reader::{ConfigReader, refused};
@@ -40,6 +41,24 @@ pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {
 
 pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
     refuse(keys, &UNSUPPORTED, "choose a causal model")
+}
+
+/// Refuses ropes of a part of each head, in a family whose code in transformers rotates whole heads
+/// whatever `partial_rotary_factor` is.
+pub(super) fn refuse_partial_rope(keys: &ConfigReader<'_>) -> Result<()> {
+    let refuse = |keys: &ConfigReader<'_>| {
+        let key = "partial_rotary_factor";
+        let part = keys.opt_f64(key)?.filter(|part| *part != 1.0);
+        let accepted = "1, no such key: this family rotates whole heads";
+        part.map_or(Ok(()), |part| Err(refused(key, part, accepted)))
+    };
+    refuse(keys)?;
+    let Some(scaling) = parts::rope_scaling(keys)? else { return Ok(()) };
+    refuse(&scaling)?;
+    for kind in ["full_attention", "sliding_attention"] {
+        scaling.opt_keys(kind)?.map_or(Ok(()), |of_kind| refuse(&of_kind))?;
+    }
+    Ok(())
 }
 
 /// Refuses experts in a family that has none.

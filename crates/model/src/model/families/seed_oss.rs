@@ -3,13 +3,14 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static SEED_OSS: Architecture = Architecture {
     head_dim: Some(128),
+    num_kv_heads: Some(key_heads_or::<8>),
     gguf: GgufFacts { mlp_norm: "post_attention_norm", ..GgufFacts::usual("seed_oss") },
     ..parts::architecture("seed_oss", &["seed_oss"], compose)
 };

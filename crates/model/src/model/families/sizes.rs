@@ -49,8 +49,8 @@ impl ModelSizes {
     }
 }
 
-/// Reads the number of key-value heads, which is `COUNT` in a file without the key, and that of
-/// query heads where it is null.
+/// Reads the number of key-value heads: in a file without the key `COUNT`, the default of
+/// transformers 5.24; that of query heads where it is null, as in older transformers.
 ///
 /// # Errors
 /// User: the key is mistyped or too large.

@@ -3,7 +3,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufNoPositions};
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::{Error, Result};
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
@@ -11,6 +11,7 @@ use crate::model::rope::Rope;
 
 pub(super) static SMOLLM3: Architecture = Architecture {
     ties_embeddings: true,
+    num_kv_heads: Some(key_heads_or::<4>),
     gguf: GgufFacts {
         interleaves_heads: true,
         no_positions: GgufNoPositions::LastOf(4),

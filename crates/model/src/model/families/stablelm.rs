@@ -4,12 +4,14 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, ResidualPlan};
 use crate::model::config_reader::{ConfigReader, refused};
 
 pub(super) static STABLELM: Architecture = Architecture {
+    num_kv_heads: Some(key_heads_or::<32>),
+    rotates_partly: true,
     gguf: GgufFacts {
         heads_fill_hidden: true,
         tied_head: Some(false),

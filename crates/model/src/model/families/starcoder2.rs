@@ -3,7 +3,7 @@
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
 use super::parts;
-use super::sizes::ModelSizes;
+use super::sizes::{ModelSizes, key_heads_or};
 use crate::error::Result;
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig};
@@ -13,6 +13,7 @@ use crate::ops::activation::PlainActivation;
 pub(super) static STARCODER2: Architecture = Architecture {
     ties_embeddings: true,
     module_name,
+    num_kv_heads: Some(key_heads_or::<2>),
     gguf: GgufFacts {
         plain_activations: &[PlainActivation::GeluTanh, PlainActivation::Gelu],
         heads_fill_hidden: true,

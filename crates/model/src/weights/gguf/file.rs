@@ -73,6 +73,11 @@ impl GgufFile {
         self.place(name).is_some()
     }
 
+    /// Returns the length of a list of numbers.
+    pub(crate) fn list_len(&self, key: &str) -> Option<usize> {
+        self.lists.get(key)?.shape.first().copied()
+    }
+
     /// Returns all tensors, sorted by name.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &GgufTensor> {
         self.tensors.values().map(|(_, tensor)| tensor)

@@ -72,8 +72,16 @@ fn sources(
     parameter: &GgufParameter,
     order: Option<&FileOrder>,
 ) -> Result<Vec<BlockSource>, String> {
-    let GgufParameter { tensors, expert, half, shape, .. } = parameter;
+    let GgufParameter { tensors, expert, position, half, shape, .. } = parameter;
+    if let Some(half) = half.filter(|half| *half > 1) {
+        return Err(format!("the list has half {half} of it; accepted: 0, 1"));
+    }
     let halves = if half.is_some() { 2 } else { 1 };
+    let (one_of, what) = match (expert, position) {
+        (None, None) => (None, ""),
+        (Some(expert), _) => (Some(expert), " for each expert"),
+        (None, Some(position)) => (Some(position), " for each layer"),
+    };
     let columns = shape.last().copied().unwrap_or(1);
     let share = shape.iter().product::<usize>() / tensors.len().max(1);
     let mut sources = Vec::new();
@@ -81,12 +89,11 @@ fn sources(
         let share = order.map_or(share, |order| order.elements(at));
         let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
-        let experts = halves * if expert.is_some() { tensor.shape[0] } else { 1 };
+        let all = halves * if one_of.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
-        let one = halves * expert.unwrap_or(0) + half.unwrap_or(0).min(halves - 1);
+        let one = halves.saturating_mul(one_of.copied().unwrap_or(0)).saturating_add(half.unwrap_or(0));
         let is_wide = order.map_or(columns, |order| order.row_of(at, &tensor.shape)) == row;
-        if !is_wide || stored != share * experts || one >= experts {
-            let what = if expert.is_some() { " for each expert" } else { "" };
+        if !is_wide || stored != share * all || one >= all {
             return Err(format!(
                 "`{name}` has shape {:?}; accepted: {share} elements{what} in rows of {columns}",
                 tensor.shape
@@ -95,7 +102,7 @@ fn sources(
         if order.is_some_and(FileOrder::is_by_element) && tensor.kind.is_quantized() {
             return Err(format!("`{name}` has type {}; accepted: f32, f16, bf16", tensor.kind));
         }
-        let bytes = tensor.range.len() / experts;
+        let bytes = tensor.range.len() / all;
         let start = tensor.range.start + one * bytes;
         sources.push(BlockSource {
             kind: tensor.kind,

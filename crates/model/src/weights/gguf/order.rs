@@ -148,6 +148,7 @@ mod tests {
         GgufParameter {
             tensors: Vec::new(),
             expert: None,
+            position: None,
             half: None,
             shape: shape.to_vec(),
             interleaved_heads: None,

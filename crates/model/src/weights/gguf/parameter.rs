@@ -9,9 +9,12 @@ use super::rows::RowRun;
 pub(crate) struct GgufParameter {
     /// The tensors that hold its rows, in equal shares.
     pub(crate) tensors: Vec<String>,
-    /// The expert, if a tensor holds those of all experts; of a number in a list, its position.
+    /// The expert, if a tensor holds those of all experts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) expert: Option<usize>,
+    /// The position of its number, if it is one of a list.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) position: Option<usize>,
     /// The half of the tensor's rows, 0 or 1, if it holds two parameters one after the other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) half: Option<usize>,

@@ -113,7 +113,7 @@ fn settings(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Va
     ] {
         set(key, has_bias(file, module).into());
     }
-    settings.extend(mixers::inner_widths(keys, family)?);
+    settings.extend(mixers::inner_widths(keys, family, layers)?);
     settings.extend(factors(keys, family, head_dim, hidden / heads.max(1), layers)?);
     settings.extend(mixers::experts(keys, family)?);
     settings.extend(windows(keys, family, layers)?);
@@ -246,6 +246,11 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
     let given = keys.size(KEY)?;
     let Some(GgufWindows { period, models }) = family.gguf.windows else {
         let given = given.filter(|width| *width > 0);
+        // llama.cpp has windows in LFM2, whose family has none, and ignores the key in the others.
+        if let Some(width) = given.filter(|_| family.gguf.has_short_convs) {
+            let found = GgufValue::Integer(i64::try_from(width).unwrap_or(i64::MAX));
+            return Err(keys.refused(KEY, &found, "no such key, 0: this family has no windows"));
+        }
         json.extend(given.map(|width| ("sliding_window".to_owned(), width.into())));
         return Ok(json);
     };
@@ -298,7 +303,16 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
             Some(_) if own == "use_parallel_residual" && config.family.gguf.parallel_by_norm => {}
             // The number of all blocks, from which that of the model has been taken.
             Some(_) if own == "block_count" => {}
-            Some(theirs) if !agree(own, ours, single(theirs)) => {
+            // Sections of axes, which are the same for text.
+            Some(_) if own == "rope.dimension_sections" => {}
+            Some(GgufValue::List(list)) if !keys.is_of_layers(list, config.num_layers())? => {
+                return Err(keys.file.refused(format!(
+                    "its key `{key}` has {} entries; accepted: one for each of the {} layers",
+                    list.len(),
+                    config.num_layers()
+                )));
+            }
+            Some(theirs) if !agree(ours, single(theirs)) => {
                 return Err(keys.file.refused(format!(
                     "its key `{key}` is {}; finetune computes such a model with {ours:?}",
                     shown(theirs)
@@ -325,15 +339,13 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
     Ok(())
 }
 
-/// Returns whether two values of `key` are the same.
-fn agree(key: &str, ours: &MetadataValue, theirs: &GgufValue) -> bool {
+/// Returns whether two values of a key are the same.
+fn agree(ours: &MetadataValue, theirs: &GgufValue) -> bool {
     let same = |ours: &i32, theirs: &GgufValue| *theirs == GgufValue::Integer(i64::from(*ours));
     match (ours, theirs) {
-        // Sections of axes, which are the same for text.
-        (MetadataValue::I32s(_), _) if key == "rope.dimension_sections" => true,
         // Those of blocks that predict further tokens may follow.
         (MetadataValue::I32s(ours), GgufValue::List(list)) => {
-            list.len() >= ours.len() && ours.iter().zip(list).all(|(ours, theirs)| same(ours, theirs))
+            ours.iter().zip(list).all(|(ours, theirs)| same(ours, theirs))
         }
         (MetadataValue::I32s(ours), one) => ours.iter().all(|ours| same(ours, one)),
         (MetadataValue::U32(ours), GgufValue::Integer(theirs)) => i64::from(*ours) == *theirs,

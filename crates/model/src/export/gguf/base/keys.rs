@@ -102,8 +102,14 @@ impl<'a> ArchKeys<'a> {
         read: impl Fn(&GgufValue) -> Option<T>,
     ) -> Result<Option<Vec<T>>> {
         let Some(GgufValue::List(list)) = value else { return Ok(None) };
-        let fits = list.len() == layers || list.len() == layers + self.further_blocks()?;
+        let fits = self.is_of_layers(list, layers)?;
         Ok(if fits { list.iter().take(layers).map(read).collect() } else { None })
+    }
+
+    /// Returns whether `list` has a value for each of the `layers` blocks of the model, or also for
+    /// those that predict further tokens.
+    pub(super) fn is_of_layers(&self, list: &[GgufValue], layers: usize) -> Result<bool> {
+        Ok(list.len() == layers || list.len() == layers + self.further_blocks()?)
     }
 
     pub(super) fn float(&self, key: &str) -> Result<Option<f64>> {

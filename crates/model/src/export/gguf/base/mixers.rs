@@ -3,10 +3,12 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::{ArchKeys, is_set, single};
+use super::super::mixers::{SIGMOID, SOFTMAX};
+use super::keys::{ArchKeys, is_set};
 use crate::error::Result;
 use crate::model::Architecture;
 use crate::ops::activation::PlainActivation;
+use crate::ops::experts::RouterScores;
 use crate::ops::glu::Activation;
 use crate::weights::{GgufFile, GgufTensor, GgufValue};
 
@@ -48,16 +50,20 @@ pub(super) fn heads(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -
     Ok(HeadSettings { json, head_dim })
 }
 
-/// Returns the number of key heads of each layer.
-fn key_heads(keys: &ArchKeys<'_>, layers: usize) -> Result<Vec<usize>> {
-    let number = |value: &GgufValue| match value {
+/// Returns a size.
+fn size(value: &GgufValue) -> Option<usize> {
+    match value {
         GgufValue::Integer(number) => usize::try_from(*number).ok(),
         _ => None,
-    };
+    }
+}
+
+/// Returns the number of key heads of each layer.
+fn key_heads(keys: &ArchKeys<'_>, layers: usize) -> Result<Vec<usize>> {
     let found = keys.get("attention.head_count_kv");
     let counts = match found {
-        Some(GgufValue::List(_)) => keys.of_layers(found, layers, number)?,
-        other => other.and_then(number).map(|count| vec![count; layers]),
+        Some(GgufValue::List(_)) => keys.of_layers(found, layers, size)?,
+        other => other.and_then(size).map(|count| vec![count; layers]),
     };
     counts.ok_or_else(|| {
         let found = found.cloned().unwrap_or(GgufValue::Integer(0));
@@ -90,21 +96,26 @@ fn convolutions(
 /// Reads the inner width of MLPs. Where blocks read keys of others, it may be twice as wide.
 ///
 /// # Errors
-/// User: the key is mistyped.
-pub(super) fn inner_widths(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Value>> {
+/// User: the key is mistyped, or a list of it is not one of the `layers` blocks.
+pub(super) fn inner_widths(
+    keys: &ArchKeys<'_>,
+    family: &Architecture,
+    layers: usize,
+) -> Result<Map<String, Value>> {
     let key = "feed_forward_length";
     let mut json = Map::new();
-    let (width, is_list) = match keys.get(key).map(single) {
-        Some(GgufValue::List(list)) if family.gguf.own_heads => (list.first(), true),
-        _ => (None, false),
-    };
-    let width = match width {
-        Some(GgufValue::Integer(width)) => usize::try_from(*width).ok(),
-        _ => keys.size(key)?,
+    let (width, differ) = match keys.get(key) {
+        Some(list @ GgufValue::List(_)) if family.gguf.own_heads => {
+            let widths = keys.of_layers(Some(list), layers, size)?;
+            let accepted = || format!("a number, or one for each of the {layers} layers");
+            let widths = widths.ok_or_else(|| keys.refused(key, list, &accepted()))?;
+            (widths.first().copied(), widths.iter().any(|width| *width != widths[0]))
+        }
+        _ => (keys.size(key)?, false),
     };
     json.extend(width.map(|width| (family.intermediate_size.to_owned(), width.into())));
     if family.gguf.own_heads {
-        json.insert("use_double_wide_mlp".to_owned(), is_list.into());
+        json.insert("use_double_wide_mlp".to_owned(), differ.into());
     }
     Ok(json)
 }
@@ -371,9 +382,13 @@ fn scores(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Valu
     }
     let function = keys.size("expert_gating_func")?;
     if !facts.has_scores {
-        if let Some(found) = function.filter(|found| *found != 1) {
+        let (number, named) = match facts.scores {
+            RouterScores::Softmax => (SOFTMAX, "a softmax"),
+            RouterScores::Sigmoid => (SIGMOID, "a sigmoid"),
+        };
+        if let Some(found) = function.filter(|found| *found != number as usize) {
             let found = GgufValue::Integer(found as i64);
-            return Err(keys.refused("expert_gating_func", &found, "1, a softmax"));
+            return Err(keys.refused("expert_gating_func", &found, &format!("{number}, {named}")));
         }
         return Ok(json);
     }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::places::{TensorPlace, places};
 use super::super::tensors::change;
+use super::keys::shown;
 use super::rope::{LLAMA3, LONG, SHORT};
 use crate::error::Result;
 use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec};
@@ -18,14 +19,29 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig, further_blocks: usize
     let mut parameters = BTreeMap::new();
     for spec in model::parameters(config) {
         let parameter = parameter(file, config, &spec);
+        if parameter.position.is_some() {
+            check_list(file, config, &parameter.tensors)?;
+        }
         if let Some(missing) = parameter.tensors.iter().find(|name| !file.has(name)) {
             return Err(file.refused(format!("its tensor `{missing}` is missing")));
         }
         used.extend(parameter.tensors.iter().cloned());
         parameters.insert(spec.name, parameter);
     }
-    let notes = left_alone(file, config, further_blocks, &used)?;
+    let notes = skipped(file, config, further_blocks, &used)?;
     Ok(GgufIndex { file: file.path().to_owned(), parameters, notes })
+}
+
+/// Checks that keys have a list with a number for each layer.
+fn check_list(file: &GgufFile, config: &ModelConfig, keys: &[String]) -> Result<()> {
+    let layers = config.num_layers();
+    let is_of_layers = |key: &&String| file.list_len(key) == Some(layers);
+    keys.iter().find(|key| !is_of_layers(key)).map_or(Ok(()), |key| {
+        let found = file.key(key).map_or("missing".to_owned(), shown);
+        Err(file.refused(format!(
+            "its key `{key}` is {found}; accepted: a list with a number for each of the {layers} layers"
+        )))
+    })
 }
 
 /// Returns the entry of a parameter.
@@ -36,12 +52,12 @@ fn parameter(file: &GgufFile, config: &ModelConfig, spec: &ParamSpec) -> GgufPar
         ModelPart::Block { part, .. } => Some(part),
         _ => None,
     };
-    let expert = part.and_then(BlockPart::expert).map(usize::from);
     let half = part.and_then(|part| joined_half(file, part, &mut tensors));
     let change = change(config, spec);
     GgufParameter {
         tensors,
-        expert: expert.or(places.iter().find_map(|place| place.of_list)),
+        expert: part.and_then(BlockPart::expert).map(usize::from),
+        position: places.iter().find_map(|place| place.of_list),
         half,
         shape: spec.shape.clone(),
         interleaved_heads: change.interleave_heads,
@@ -71,11 +87,11 @@ fn joined_half(file: &GgufFile, part: BlockPart, tensors: &mut [String]) -> Opti
     Some(half)
 }
 
-/// Returns notes on the tensors that the model does not use.
+/// Returns notes on the tensors that finetune skips.
 ///
 /// # Errors
 /// User: one is no part of such a model.
-fn left_alone(
+fn skipped(
     file: &GgufFile,
     config: &ModelConfig,
     further_blocks: usize,
@@ -102,10 +118,13 @@ fn left_alone(
             )));
         }
     }
-    let predicting = format!("{further} tensors that predict further tokens (`nextn`)");
-    let keys = format!("{unread} tensors of keys and values that no block reads");
-    let notes = [(further, predicting), (unread, keys)].into_iter().filter(|(count, _)| *count > 0);
-    Ok(notes.map(|(_, named)| format!("{named} are neither used nor written")).collect())
+    let named = [
+        (further, "of blocks that predict further tokens (`nextn`)"),
+        (unread, "of keys and values that no block reads"),
+    ];
+    let notes = named.into_iter().filter(|(count, _)| *count > 0);
+    let of = |count: usize| if count == 1 { "tensor" } else { "tensors" };
+    Ok(notes.map(|(count, named)| format!("finetune skips {count} {} {named}", of(count))).collect())
 }
 
 /// Returns the numbers of heads that tensors hold transposed; empty if none does.

@@ -90,7 +90,7 @@ pub(super) fn settings(
 /// for the pairs that turn.
 fn by_layer_type(keys: &ArchKeys<'_>, theta: f64, width: usize, of_sliding: Value) -> Result<Value> {
     let divisors = keys.file.values(LLAMA3).unwrap_or_default();
-    let turning = divisors.iter().take_while(|divisor| **divisor == 1.0).count();
+    let turning = divisors.iter().take_while(|divisor| **divisor < 1.001).count();
     let known = divisors.len() == width / 2 && divisors[turning..].iter().all(|divisor| *divisor >= 1e20);
     if !known || turning == 0 {
         return Err(keys.file.refused(format!(
@@ -177,44 +177,44 @@ impl RopeKeys<'_> {
         Ok(Some(json))
     }
 
-    /// Returns the parameters of llama3's scaling with these divisors, with the low and the high
-    /// factor of all models of Meta, 1 and 4.
+    /// Returns the parameters of llama3's scaling with these divisors: the low factor is 1 and the
+    /// high one 4, as in most models of Meta, or 1, as in Llama 4.
     fn llama3(&self, divisors: &[f32]) -> Result<Map<String, Value>> {
         let factor = divisors.iter().copied().fold(1.0, f32::max);
         let wavelengths: Vec<f64> = (0..divisors.len())
             .map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / self.width as f32))
             .map(|frequency| std::f64::consts::TAU / f64::from(frequency))
             .collect();
-        let wanted = |original: f64, wavelength: f64| {
-            let kept = ((original / wavelength - 1.0) / 3.0).clamp(0.0, 1.0);
-            1.0 / ((1.0 - kept) / f64::from(factor) + kept)
-        };
-        let fits = |original: &f64| {
-            let near = |found: f32, wanted: f64| (f64::from(found) / wanted - 1.0).abs() < 1e-5;
-            divisors.len() == self.width / 2
-                && divisors
-                    .iter()
-                    .zip(&wavelengths)
-                    .all(|(found, wave)| near(*found, wanted(*original, *wave)))
+        let both = || divisors.iter().zip(&wavelengths);
+        let fits = |high: f64, original: f64| {
+            let near = |(found, wavelength): (&f32, &f64)| {
+                // A high factor of 1 makes a step, by a division by 0.
+                let kept = ((original / wavelength - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
+                let wanted = 1.0 / ((1.0 - kept) / f64::from(factor) + kept);
+                (f64::from(*found) / wanted - 1.0).abs() < 1e-5
+            };
+            divisors.len() == self.width / 2 && both().all(near)
         };
         // A divisor between the extremes gives the original context; without one, any that fits.
-        let between = divisors
-            .iter()
-            .zip(&wavelengths)
-            .filter(|(divisor, _)| (1.001..factor * 0.999).contains(*divisor));
+        let between = both().filter(|(divisor, _)| (1.001..factor * 0.999).contains(*divisor));
         let solved = between.map(|(divisor, wavelength)| {
             let rest = 1.0 / f64::from(factor);
             let kept = (1.0 / f64::from(*divisor) - rest) / (1.0 - rest);
             (wavelength * (3.0 * kept + 1.0)).round()
         });
         let powers = (4..24).map(|power| f64::from(1u32 << power));
-        let original = solved.chain([8192.0]).chain(powers).find(fits).ok_or_else(|| {
+        let ramp = solved.chain([8192.0]).chain(powers).map(|original| (4.0, original));
+        // The first whole number beyond the wavelengths of divisor 1.
+        let kept = both().filter(|(divisor, _)| **divisor < 1.001).map(|(_, wavelength)| *wavelength);
+        let step = [8192.0, kept.fold(0.0, f64::max).floor() + 1.0].map(|original| (1.0, original));
+        let found = ramp.chain(step).find(|(high, original)| fits(*high, *original));
+        let (high, original) = found.ok_or_else(|| {
             self.keys.file.refused(format!(
-                "its tensor `{LLAMA3}` holds no divisors of llama3 with the factors 1 and 4"
+                "its tensor `{LLAMA3}` holds no divisors of llama3 with the factors 1 and 4, or 1 and 1"
             ))
         })?;
         let json = json!({
-            "rope_type": "llama3", "factor": shortest(factor), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3", "factor": shortest(factor), "low_freq_factor": 1.0, "high_freq_factor": high,
             "original_max_position_embeddings": original as u64,
         });
         Ok(json.as_object().cloned().unwrap_or_default())
