@@ -115,8 +115,8 @@ fn is_falcon(steps: &[&Json]) -> bool {
 }
 
 /// Other names of llama.cpp with the same split into words, after the name that the export writes.
-/// Their tokenizers in Hugging Face folders have the rules of that name too; those of falcon-h1, lfm2
-/// and glm5 have not been compared.
+/// Their tokenizers in Hugging Face folders have the rules of that name too; those of falcon-h1,
+/// lfm2 and glm5 have not been compared.
 const ALIASES: [(&str, &[&str]); 7] = [
     ("llama-bpe", &["llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "glm4", "glm5"]),
     ("dbrx", &["smaug-bpe", "chatglm-bpe"]),
