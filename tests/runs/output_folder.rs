@@ -8,7 +8,7 @@ use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::at_work::{MAX_STEPS, STEPS, go_on, has_stopped, stops_at_work};
-use crate::place::{Place, copy_folder, lora};
+use crate::place::{Place, copy_folder, flip, lora};
 use finetune::checkpoint::{self, SavedCheckpoint};
 use serde_json::Value;
 
@@ -99,13 +99,6 @@ fn at_work(place: &Place, args: &[&str]) -> Child {
 }
 
 const LONG: [&str; 4] = ["--set", MAX_STEPS, "--set", "checkpoint.save_steps=1000"];
-
-fn flip(path: &Path) {
-    let mut bytes = std::fs::read(path).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    std::fs::write(path, bytes).unwrap();
-}
 
 // Files that are not the run's.
 

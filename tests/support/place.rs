@@ -100,6 +100,14 @@ pub(crate) fn lora<'a>(more: &[&'a str]) -> Vec<&'a str> {
     args
 }
 
+/// Changes a bit of the last byte of a file.
+pub(crate) fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
 /// Returns a command line with another output folder.
 pub(crate) fn into<'a>(output: &'a str, mut args: Vec<&'a str>) -> Vec<&'a str> {
     args.iter_mut().filter(|word| **word == "out").for_each(|word| *word = output);

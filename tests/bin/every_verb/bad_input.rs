@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::place::{Place, copy_folder, flip, golden, lora};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
@@ -1117,13 +1117,6 @@ fn resuming_as_a_different_run() {
 /// Replaces digests, which mean nothing to a reader of a snapshot.
 fn filtered(text: String) -> String {
     regex::Regex::new("[0-9a-f]{16,64}").unwrap().replace_all(&text, "[DIGEST]").into_owned()
-}
-
-fn flip(path: &Path) {
-    let mut bytes = std::fs::read(path).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    std::fs::write(path, bytes).unwrap();
 }
 
 #[test]

@@ -7,10 +7,15 @@
 //! LoRA branch is written first there: it is bound by memory, and the weights' product, bound by
 //! arithmetic, reads the branch as its addend at no extra cost.
 
+mod pending_gradients;
+
 use candle_core::{DType, Device, Tensor};
 
+pub(super) use pending_gradients::PendingGradients;
+use pending_gradients::PendingWeight;
+
 use super::fp8_base::{BaseWeights, Fp8Base, Fp8Part};
-use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
+use super::lora::{self, BranchContext, BranchSaved, Lora};
 use super::lora_group::LoraGroup;
 use super::panels_ahead::PanelWeights;
 use super::{Param, WeightMatrix};
@@ -57,50 +62,6 @@ struct Part<'a> {
     fp8: Option<Fp8Part>,
     /// The weights as one dequantized matrix, if it was made ahead.
     panel: Option<Tensor>,
-}
-
-/// Gradients that a backward leaves until the layers' input is known: those of the weights and of
-/// the adapters' A.
-#[derive(Default)]
-pub(super) struct PendingGradients<'a> {
-    weights: Vec<PendingWeight<'a>>,
-    /// Adapters that are no group, with the gradients of their inner activations.
-    adapters: Vec<(&'a Lora, Tensor)>,
-    group: Option<(LoraGroup<'a>, Tensor)>,
-    source: DropoutSource,
-}
-
-/// The gradient of a weight, and the columns of the output's gradient that it needs.
-struct PendingWeight<'a> {
-    grad: &'a TensorMut,
-    dy: Tensor,
-    start: usize,
-    len: usize,
-}
-
-impl PendingGradients<'_> {
-    /// Returns whether a gradient needs the input.
-    pub(super) fn reads_input(&self) -> bool {
-        let trains_a = self.adapters.iter().any(|(lora, _)| lora.a.grad.is_some());
-        trains_a || !self.weights.is_empty() || self.group.as_ref().is_some_and(|(group, _)| group.trains_a())
-    }
-
-    /// Adds the gradients, given the layers' input, `x: [N, in]`.
-    pub(super) fn add(self, x: &Tensor) -> Result<()> {
-        if let Some((group, du)) = self.group.filter(|(group, _)| group.trains_a()) {
-            group.add_gradients_of_a(x, &du)?;
-        }
-        for (lora, du) in self.adapters {
-            lora.add_gradient_of_a(x, &du, self.source)?;
-        }
-        for PendingWeight { grad, dy, start, len } in self.weights {
-            let dy = ColumnView { tensor: &dy, start, len };
-            // Gradients in bf16 are of a single micro-batch: nothing is added to them.
-            let addend = Addend::destination_if(grad.dtype() == DType::F32);
-            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, addend)?;
-        }
-        Ok(())
-    }
 }
 
 /// The inputs of the adapters' backward of a [`MergedLinear`], besides its input.

@@ -194,6 +194,7 @@ fn power_from(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::repack::tests::{ROWS, format};
 
     /// A matrix in some format, with bytes without a pattern.
     struct Matrix {
@@ -204,34 +205,20 @@ mod tests {
         groups: Option<Vec<u8>>,
     }
 
-    const ROWS: usize = 48;
-
     impl Matrix {
         fn new(codes: CodeLayout, columns: usize, cell: [usize; 2], scales: ScaleDtype) -> Self {
             let bits = match codes {
                 CodeLayout::E4m3 | CodeLayout::I8 | CodeLayout::U8 => 8,
                 _ => 4,
             };
-            let [row_block, column_block] = cell;
-            let groups = columns.div_ceil(column_block);
-            let format = PackedFormat {
-                codes,
-                bits,
-                rows: ROWS,
-                columns,
-                row_block,
-                column_block,
-                groups,
-                scales,
-                zero_offset: u8::from(codes == CodeLayout::ColumnWords),
-            };
+            let format = format(codes, bits, columns, cell, scales);
             let noise = |i: usize| ((i + columns).wrapping_mul(2_654_435_761) >> 11) as u8;
             // No NaN of e4m3.
             let code = |i: usize| if codes == CodeLayout::E4m3 { noise(i) & 0xf7 } else { noise(i) };
             let bytes = ROWS * (columns + 7) / 8 * bits;
             let scale = |i: usize| 0.01 * (1.0 + f32::from(noise(i)) / 64.0);
             let scales_of = |i: usize| scales.nearest(scale(i), FACTOR).to_le_bytes();
-            let count = ROWS.div_ceil(row_block) * groups;
+            let count = ROWS.div_ceil(format.row_block) * format.groups;
             Matrix {
                 codes: (0..bytes).map(code).collect(),
                 scales: (0..count).flat_map(|i| scales_of(i)[..scales.bytes()].to_vec()).collect(),

@@ -133,13 +133,14 @@ pub fn pack_codes(codes: &[u8], bits: usize, to: &mut [u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use half::bf16;
 
     use super::*;
     use crate::quant::{DequantizedElement, QuantBuffer, QuantFormat, QuantScheme as _};
 
-    const ROWS: usize = 48;
+    /// The rows of the matrices of these tests.
+    pub(in crate::quant) const ROWS: usize = 48;
 
     /// Bytes without a pattern.
     fn bytes(count: usize, seed: usize) -> Vec<u8> {
@@ -147,7 +148,7 @@ mod tests {
     }
 
     /// A format of `ROWS` rows in cells of this size.
-    fn format(
+    pub(in crate::quant) fn format(
         codes: CodeLayout,
         bits: usize,
         columns: usize,
