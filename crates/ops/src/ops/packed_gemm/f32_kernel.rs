@@ -10,7 +10,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, Tile};
+use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, TILE_LEN, Tile};
 
 /// Tiles of an operand multiplied with all rows before the next tiles: they stay in the L1 cache.
 const RUN: usize = 16;
@@ -18,8 +18,6 @@ const RUN: usize = 16;
 const RUN_INNER: usize = RUN / STEP_TILES * STEP;
 /// Number of tiles of a step.
 const STEP_TILES: usize = 4;
-/// Number of elements of a tile.
-const TILE_LEN: usize = LANES * LANES;
 
 /// Returns the distances from a row, and from an inner element, to the next in a left tile of
 /// [`PackedFormat`].
@@ -203,17 +201,17 @@ kernel!(
 #[cfg(target_arch = "x86_64")]
 macro_rules! loads {
     ($name:ident, $vector:ty, $lanes:literal) => {
-        mod $name {
+        pub(super) mod $name {
             use std::arch::x86_64::*;
 
             #[inline(always)]
-            pub(super) unsafe fn load(from: *const f32) -> $vector {
+            pub(in super::super) unsafe fn load(from: *const f32) -> $vector {
                 // SAFETY: the caller guarantees as many values as the vector has.
                 unsafe { std::mem::transmute::<[f32; $lanes], $vector>(*from.cast()) }
             }
 
             #[inline(always)]
-            pub(super) unsafe fn store(to: *mut f32, values: $vector) {
+            pub(in super::super) unsafe fn store(to: *mut f32, values: $vector) {
                 // SAFETY: as above.
                 unsafe { *to.cast() = std::mem::transmute::<$vector, [f32; $lanes]>(values) }
             }

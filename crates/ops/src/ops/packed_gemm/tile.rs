@@ -12,6 +12,8 @@ pub(crate) const SQUARE: usize = 32;
 pub(crate) const STEP: usize = 32;
 /// Lines of a tile, and 32-bit values of a line.
 pub(super) const LANES: usize = 16;
+/// Number of 32-bit values of a tile.
+pub(super) const TILE_LEN: usize = LANES * LANES;
 
 /// 16 lines of 16 f32 numbers or of 16 pairs of bf16 numbers.
 #[repr(C, align(64))]
@@ -20,6 +22,12 @@ pub(super) struct Tile([[u32; LANES]; LANES]);
 
 impl Tile {
     pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
+
+    /// Returns the lines from `number` on.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn lines_from(&self, number: usize) -> &[[u32; LANES]] {
+        &self.0[number..]
+    }
 
     #[cfg(target_arch = "x86_64")]
     pub(super) fn line(&self, number: usize) -> &[u32; LANES] {
