@@ -138,7 +138,8 @@ unsafe fn add_columns<const V: usize>(
                         let both = rows.first[i].wrapping_add(left + pair).read_unaligned();
                         let both = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(both));
                         for v in 0..V {
-                            sums[i][v] = _mm512_dpbf16_ps(sums[i][v], both, transmute(columns[v]));
+                            let columns = transmute::<__m512, __m512bh>(columns[v]);
+                            sums[i][v] = _mm512_dpbf16_ps(sums[i][v], both, columns);
                         }
                     }
                 }
