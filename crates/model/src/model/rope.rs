@@ -47,9 +47,9 @@ pub struct Rope {
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
     /// True if neighbours in a head are pairs, not its halves.
-    pub(crate) interleaved: bool,
+    pub interleaved: bool,
     /// The growth of queries with their positions, if any.
-    pub(crate) query_growth: Option<QueryGrowth>,
+    pub query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.
     pub(super) settings: String,
 }
@@ -189,7 +189,7 @@ impl Rope {
     }
 
     /// Returns whether it turns any columns.
-    pub(crate) fn has_positions(&self) -> bool {
+    pub fn has_positions(&self) -> bool {
         self.inv_freq.iter().any(|frequency| *frequency != 0.0)
     }
 
