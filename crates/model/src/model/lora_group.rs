@@ -95,7 +95,7 @@ impl<'a> LoraGroup<'a> {
     ///
     /// # Errors
     /// The device has not enough memory.
-    pub(super) fn backward(
+    pub fn backward(
         &self,
         saved: &[Option<BranchSaved>],
         dy: &Tensor,

@@ -57,12 +57,12 @@ pub struct Rope {
 /// A factor on the query at `position`: `1 + beta · ln(1 + ⌊(position + first) / original⌋)`
 /// (transformers 5.24, `get_llama_4_attn_scale` and `Llama4TextAttention`).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct QueryGrowth {
-    pub(crate) beta: f64,
+pub struct QueryGrowth {
+    pub beta: f64,
     /// The number of positions without growth.
-    pub(crate) original: usize,
+    pub original: usize,
     /// The number of the first position.
-    pub(crate) first: usize,
+    pub first: usize,
     /// True if the factor multiplies in f32, else in the dtype of the query.
     pub(super) multiplies_in_f32: bool,
 }

@@ -42,12 +42,12 @@ pub enum GgufValue {
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GgufTensor {
-    pub(crate) name: String,
-    pub(crate) kind: BlockType,
+    pub name: String,
+    pub kind: BlockType,
     /// The shape, rows first as in safetensors; the file has the reverse order.
     pub shape: Vec<usize>,
     /// Its bytes in the file.
-    pub(crate) range: Range<usize>,
+    pub range: Range<usize>,
 }
 
 /// The contents of a header.

@@ -29,12 +29,12 @@ pub const GGUF_INDEX: &str = "model.gguf.index.json";
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GgufIndex {
     /// The GGUF file.
-    pub(crate) file: PathBuf,
+    pub file: PathBuf,
     /// The parameters by name.
-    pub(crate) parameters: BTreeMap<String, GgufParameter>,
+    pub parameters: BTreeMap<String, GgufParameter>,
     /// Notes on tensors that the model does not use.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) notes: Vec<String>,
+    pub notes: Vec<String>,
 }
 
 /// A parameter in the form of [`ModelFiles`].

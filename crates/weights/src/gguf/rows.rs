@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowRun {
     /// The first row.
-    pub(crate) start: usize,
+    pub start: usize,
     /// The number of steps of each loop.
-    pub(crate) counts: [usize; 3],
+    pub counts: [usize; 3],
     /// The rows between two steps of each loop.
-    pub(crate) strides: [usize; 3],
+    pub strides: [usize; 3],
 }
 
 impl RowRun {

@@ -18,7 +18,7 @@ use crate::tensor_info::ShardRange;
 use crate::{StoredDtype, TensorInfo};
 
 /// `quant_method` in config.json.
-pub(crate) const METHOD: &str = "bitsandbytes";
+pub const METHOD: &str = "bitsandbytes";
 
 /// The suffix that follows the name of a quantized weight in the name of its JSON text.
 const STATE: &str = ".quant_state.bitsandbytes__";

@@ -242,7 +242,7 @@ impl LatentWeights {
 
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
-    pub(super) fn forward(
+    pub fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -269,7 +269,7 @@ impl LatentWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub(super) fn backward(
+    pub fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &LatentSaved,

@@ -52,7 +52,7 @@ impl TokenMixerWeights {
     }
 
     /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
-    pub(super) fn forward(
+    pub fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -99,7 +99,7 @@ impl TokenMixerWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub(super) fn backward(
+    pub fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &TokenMixerSaved,
