@@ -62,8 +62,8 @@ mod floors {
     pub use finetune_core::{contained, median, threads, units};
     pub use finetune_data as data;
     pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};
-    pub use finetune_hub as hub;
     pub use finetune_export as export;
+    pub use finetune_hub as hub;
     pub use finetune_model::{adapter, model, optim};
     pub use finetune_ops::ops;
     pub use finetune_recipe as recipe;

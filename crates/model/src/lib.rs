@@ -5,8 +5,7 @@ pub mod adapter;
 pub mod model;
 pub mod optim;
 
-use finetune_core::{error, locks, threads, units};
-use finetune_data as data;
+use finetune_core::{error, locks, units};
 use finetune_ops::ops;
 use finetune_recipe as recipe;
 use finetune_runtime::{quant, runtime};

@@ -46,11 +46,11 @@ mod write;
 use finetune_core::{error, gguf_names, locks, recipe, threads, tokenizer_names, units};
 use finetune_runtime::{quant, runtime, stored_dtype};
 
-pub use finetune_runtime::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
 pub use class_names::ClassNames;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
+pub use finetune_runtime::stored_dtype::{StoredDtype, StoredElement};
 pub use gguf::GGUF_INDEX;
 pub use gguf::{GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue, RowRun, rows_of};
 pub use identity::QUANTIZED_FROM;

@@ -52,7 +52,7 @@ impl TensorPlace {
     /// Returns its shape, given that of the parameter.
     pub(super) fn shape(&self, part: ModelPart, parameter: &[usize]) -> Vec<usize> {
         let columns = parameter.last().copied().unwrap_or(1);
-        let count = self.rows.as_ref().map(|rows| rows.iter().map(RowRun::len).sum::<usize>());
+        let count = self.rows.as_ref().map(|rows| rows.iter().map(RowRun::count).sum::<usize>());
         let mut shape = parameter.to_vec();
         match (count, self.transposed_heads) {
             (Some(count), Some(heads)) => return vec![heads, columns, count / heads],

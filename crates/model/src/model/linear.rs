@@ -447,7 +447,7 @@ fn input_gradient(dx: &TensorMut, dy: &Tensor, weights: &[Weight<'_>], low_rank:
 }
 
 /// Computes `x: [N, in]` → `[N, Σ out]`, plus a given `residual` (single layers only).
-pub fn forward(
+pub(super) fn forward(
     linear: &MergedLinear,
     x: &Tensor,
     residual: Option<&Tensor>,
@@ -487,7 +487,7 @@ pub(super) fn forward_into(
 
 /// Returns the tensors that backward needs, without the product: a DoRA adapter alone reads its
 /// output. `x` is computed only for an adapter.
-pub fn recompute(
+pub(super) fn recompute(
     linear: &MergedLinear,
     x: impl FnOnce() -> Result<Tensor>,
     branch: BranchContext<'_>,
@@ -510,7 +510,7 @@ pub fn recompute(
 
 /// Returns the gradient of the input, `[N, in]`, and adds the gradients of trainable parameters
 /// that do not need the input.
-pub fn backward<'a>(
+pub(super) fn backward<'a>(
     linear: &'a MergedLinear,
     saved: &LoraSaved,
     dy: &Tensor,

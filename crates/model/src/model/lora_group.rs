@@ -95,7 +95,7 @@ impl<'a> LoraGroup<'a> {
     ///
     /// # Errors
     /// The device has not enough memory.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         saved: &[Option<BranchSaved>],
         dy: &Tensor,

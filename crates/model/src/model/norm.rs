@@ -30,7 +30,7 @@ impl Norm {
     }
 
     /// Returns the norm of `x: [N, D]`.
-    pub fn forward(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         match config.hidden_norm {
             HiddenNorm::Rms => rms_norm(x, &self.weight.value, config.norm),
             HiddenNorm::Layer { .. } => layer_norm(x, self.layer_norm(config)),
@@ -39,7 +39,7 @@ impl Norm {
 
     /// Returns the gradient of `x: [N, D]` from `dy`, plus `residual` if given, and adds those of
     /// the parameters. Writes the norm of `x` to `normed` if given.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         config: &ModelConfig,
         x: &Tensor,

@@ -58,6 +58,7 @@ pub struct Rope {
 /// (transformers 5.24, `get_llama_4_attn_scale` and `Llama4TextAttention`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueryGrowth {
+    /// The growth of the factor with the logarithm.
     pub beta: f64,
     /// The number of positions without growth.
     pub original: usize,

@@ -5,12 +5,12 @@ use rayon::prelude::*;
 
 use super::order::FileOrder;
 use super::source::{BlockSource, decode_part, row_bytes};
+use crate::StoredElement;
 use crate::error::Result;
 use crate::quant;
 use crate::quant::{
     BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantFormat, RunMeaning, RunsViewMut, ScaleDtype,
 };
-use crate::StoredElement;
 use crate::tensor_info::ShardRange;
 
 /// The least number of values that are decoded at once.

@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use crate::error::{Error, Result};
-use crate::quant::BlockType;
 use crate::header::clip;
+use crate::quant::BlockType;
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// The first bytes of a file.
@@ -42,7 +42,9 @@ pub enum GgufValue {
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GgufTensor {
+    /// The name in the file.
     pub name: String,
+    /// The type of its blocks.
     pub kind: BlockType,
     /// The shape, rows first as in safetensors; the file has the reverse order.
     pub shape: Vec<usize>,

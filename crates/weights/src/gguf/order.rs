@@ -48,7 +48,7 @@ impl FileOrder {
             found = (0..count as u32).map(|row| Place { source: 0, row }).collect();
         }
         for (source, runs) in (0u32..).zip(rows) {
-            if runs.iter().map(RowRun::len).fold(0, usize::saturating_add) > count {
+            if runs.iter().map(RowRun::count).fold(0, usize::saturating_add) > count {
                 return Err(wrong());
             }
             for (at, row) in (0u32..).zip(rows_of(runs)) {

@@ -26,7 +26,7 @@ impl RowRun {
     }
 
     /// Returns the number of rows.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.counts.iter().fold(1, |product: usize, count| product.saturating_mul(*count))
     }
 
@@ -53,7 +53,7 @@ mod tests {
     fn keys_of_each_head() {
         let runs = [RowRun::blocks(0, 2, 6, 2), RowRun::blocks(2, 2, 6, 2)];
         assert_eq!(rows_of(&runs).collect::<Vec<_>>(), [0, 1, 6, 7, 2, 3, 8, 9]);
-        assert_eq!(runs[0].len(), 4);
+        assert_eq!(runs[0].count(), 4);
         assert_eq!(RowRun::range(3, 2).rows().collect::<Vec<_>>(), [3, 4]);
     }
 }

@@ -10,8 +10,8 @@ use serde::Deserialize;
 
 use super::reader::{CheckpointFormat, ReadWeight, Settings, StoredWeight};
 use crate::error;
-use crate::quant::{self, BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, RunMeaning};
 use crate::header::clip;
+use crate::quant::{self, BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, RunMeaning};
 use crate::quantized::{QuantizedParts, read_f32};
 use crate::stored_parts::StoredParts;
 use crate::tensor_info::ShardRange;

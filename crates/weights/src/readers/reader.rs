@@ -6,9 +6,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::quant::{PackedFormat, ScaleDtype};
 use crate::header::clip;
 use crate::packed::PackedParts;
+use crate::quant::{PackedFormat, ScaleDtype};
 use crate::quantized::read_f32;
 use crate::stored_parts::StoredParts;
 use crate::tensor_info::ShardRange;

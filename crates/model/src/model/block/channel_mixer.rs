@@ -71,7 +71,7 @@ impl ChannelMixerWeights {
     }
 
     /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -99,7 +99,7 @@ impl ChannelMixerWeights {
     }
 
     /// Works like [`ChannelMixerWeights::forward`] without its output.
-    pub fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ChannelMixerSaved> {
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ChannelMixerSaved> {
         match self {
             ChannelMixerWeights::GatedMlp(mlp) => mlp.recompute(pass, x).map(ChannelMixerSaved::GatedMlp),
             ChannelMixerWeights::PlainMlp(mlp) => mlp.recompute(pass, x).map(ChannelMixerSaved::PlainMlp),
@@ -115,7 +115,7 @@ impl ChannelMixerWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &ChannelMixerSaved,

@@ -237,7 +237,7 @@ impl ExpertsWeights {
     }
 
     /// Computes the normed `input` → `[N, D]` plus `residual`, and the tensors that backward needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         input: ExpertsInput<'_>,
@@ -265,7 +265,7 @@ impl ExpertsWeights {
 
     /// Works like [`ExpertsWeights::forward`] without its output, so without the products of
     /// `down_proj`.
-    pub fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ExpertsSaved> {
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ExpertsSaved> {
         let (mut saved, product) = self.gated(pass, x.into())?;
         for (RowsOfExpert { expert, start, len }, loras) in saved.rows.of_experts().zip(&mut saved.loras) {
             let product = || Ok(product.narrow(0, start, len)?);
@@ -309,7 +309,7 @@ impl ExpertsWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &ExpertsSaved,

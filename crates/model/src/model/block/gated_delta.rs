@@ -179,7 +179,7 @@ impl GatedDeltaWeights {
 
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs. With a state, the tokens follow those before it.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -226,7 +226,7 @@ impl GatedDeltaWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &GatedDeltaSaved,

@@ -59,7 +59,7 @@ impl GatedMlpSaved {
 impl GatedMlpWeights {
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -73,7 +73,7 @@ impl GatedMlpWeights {
 
     /// Works like [`GatedMlpWeights::forward`] without its output, so without the product of
     /// `down_proj`.
-    pub fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<GatedMlpSaved> {
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<GatedMlpSaved> {
         let (gate_up, lora_gate_up) = linear::forward(&self.gate_up, x, None, pass.branch())?;
         let product = || glu(&gate_up, self.mixer.activation);
         let lora_down = linear::recompute(&self.down, product, pass.branch())?;
@@ -82,7 +82,7 @@ impl GatedMlpWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &GatedMlpSaved,

@@ -242,7 +242,7 @@ impl LatentWeights {
 
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -269,7 +269,7 @@ impl LatentWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &LatentSaved,

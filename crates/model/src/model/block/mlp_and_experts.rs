@@ -78,7 +78,7 @@ impl MlpAndExpertsSaved {
 
 impl MlpAndExpertsWeights {
     /// Computes `h: [N, D]` → `[N, D]` and the tensors that backward needs.
-    pub fn forward(&self, pass: LayerPass<'_>, h: &Tensor) -> Result<(Tensor, MlpAndExpertsSaved)> {
+    pub(super) fn forward(&self, pass: LayerPass<'_>, h: &Tensor) -> Result<(Tensor, MlpAndExpertsSaved)> {
         let config = pass.config;
         let (mlp_out, mlp) = self.mlp.forward(pass, &self.mlp_norms.input(config, h)?, None)?;
         let gain = self.router_gain()?;
@@ -92,7 +92,7 @@ impl MlpAndExpertsWeights {
     }
 
     /// Adds the gradients of all parameters and returns that of the input.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &MlpAndExpertsSaved,

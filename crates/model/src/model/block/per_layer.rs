@@ -92,7 +92,7 @@ impl PerLayerWeights {
 
     /// Adds the block's input to the output `y: [N, D]` of its mixers. Also returns the tensors
     /// that backward needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         y: Tensor,
@@ -111,7 +111,7 @@ impl PerLayerWeights {
 
     /// Adds the gradients of the parameters, and that of the block's input to `state`. Returns the
     /// gradient of the output of the mixers from that of the sum, `dy: [N, D]`.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &PerLayerSaved,
@@ -164,7 +164,7 @@ impl PerLayerModelWeights {
 
     /// Adds the gradients of the parameters from that of all inputs, and replaces this by that of
     /// the rows. Returns the gradient of `x` if something needs it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,

@@ -83,7 +83,7 @@ impl PlainMlpSaved {
 impl PlainMlpWeights {
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -97,7 +97,7 @@ impl PlainMlpWeights {
 
     /// Works like [`PlainMlpWeights::forward`] without its output, so without the product of
     /// `down_proj`.
-    pub fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<PlainMlpSaved> {
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<PlainMlpSaved> {
         let (up, lora_up) = linear::forward(&self.up, x, None, pass.branch())?;
         let activated = || self.activation.forward(&up);
         let lora_down = linear::recompute(&self.down, activated, pass.branch())?;
@@ -106,7 +106,7 @@ impl PlainMlpWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &PlainMlpSaved,

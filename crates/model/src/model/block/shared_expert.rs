@@ -88,7 +88,7 @@ impl SharedExpertSaved {
 impl SharedExpertWeights {
     /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
     /// needs.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -102,7 +102,7 @@ impl SharedExpertWeights {
 
     /// Works like [`SharedExpertWeights::forward`] without its output, so without the product of
     /// `down_proj`.
-    pub fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<SharedExpertSaved> {
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<SharedExpertSaved> {
         let (mut saved, product) = self.gated(pass, x)?;
         saved.lora_down = linear::recompute(&self.down, || Ok(product), pass.branch())?;
         Ok(saved)
@@ -129,7 +129,7 @@ impl SharedExpertWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &SharedExpertSaved,

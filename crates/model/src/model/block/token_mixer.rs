@@ -52,7 +52,7 @@ impl TokenMixerWeights {
     }
 
     /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
-    pub fn forward(
+    pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
         x: &Tensor,
@@ -99,7 +99,7 @@ impl TokenMixerWeights {
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
     /// if something reads it.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &TokenMixerSaved,

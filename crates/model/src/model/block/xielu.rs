@@ -24,13 +24,13 @@ pub struct XieluWeights {
 }
 
 impl XieluWeights {
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         xielu(x, &self.curve()?)
     }
 
     /// Returns the gradient of `x` from `dh`, which becomes the activated values, and adds those of
     /// the parameters.
-    pub fn backward(&self, x: &Tensor, dh: &TensorMut) -> Result<Tensor> {
+    pub(super) fn backward(&self, x: &Tensor, dh: &TensorMut) -> Result<Tensor> {
         let trains = self.alphas.iter().any(|alpha| alpha.grad.is_some());
         let sums = trains.then(|| TensorMut::zeros(2, DType::F32, x.device())).transpose()?;
         let dx = xielu_backward(x, dh, &self.curve()?, sums.as_ref())?;
