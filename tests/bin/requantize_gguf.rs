@@ -222,7 +222,7 @@ fn every_order_is_written_again() {
             "--output",
             "model.gguf",
         ]);
-        train(&place, "model.gguf", &["--set", "adapter.target_modules=\".*\""]);
+        train(&place, "model.gguf", &[]);
         place.said(&merge("merged", &["--requantize"]));
         place.said(&merge("exact", &["--dtype", "f32"]));
         let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&place.path(name)));
@@ -291,11 +291,19 @@ fn what_a_file_cannot_hold_is_refused() {
     assert!(refused(&place, &limited).contains("survived the quantization of the merged weights"));
     std::fs::remove_dir_all(place.path("adapter")).unwrap();
     train(&place, "model.gguf", &["--set", "quantization.kind=nf4"]);
-    assert_snapshot!(refused(&place, &[]), @"");
+    assert_snapshot!(refused(&place, &[]), @"
+    error: cannot merge into the format of [DIR]/model.gguf
+      caused by: the adapter was trained over nf4 in blocks of 64 with double-quantized scales, made from the weights that the files hold
+    hint: merge without `--requantize`; `--base original` adds the adapter to the weights in the files
+    ");
     std::fs::remove_dir_all(place.path("adapter")).unwrap();
     train(&place, "model.gguf", &["--set", "data.chat_template=zephyr"]);
-    assert_snapshot!(refused(&place, &[]), @"");
+    assert_snapshot!(refused(&place, &[]), @"
+    error: cannot merge into the format of [DIR]/model.gguf
+      caused by: the adapter was trained with another chat template, and the keys of a GGUF file stay
+    hint: merge without `--requantize`, then write a GGUF file with `finetune export`
+    ");
     std::fs::remove_dir_all(place.path("adapter")).unwrap();
     train(&place, "model.gguf", &["--set", "model.new_tokens=[\"<new>\"]"]);
-    assert_snapshot!(refused(&place, &[]), @"");
+    assert!(refused(&place, &[]).contains("caused by: the adapter adds tokens: `"));
 }

@@ -1,9 +1,9 @@
-//! Rounds values to blocks of ggml: codes for given scales, and the scales of types that candle does
-//! not write.
+//! Rounds values to blocks of ggml: codes for given scales, and the scales of types that candle
+//! does not write.
 //!
-//! The positions of codes are those of `block_type`, whose decoder gives the value of each code. The
-//! search for scales of IQ4_NL and IQ4_XS follows `quantize_row_iq4_nl_impl` of ggml-quants.c, with
-//! all weights equal; MXFP4 has the scale of [`super::to_mxfp4`].
+//! The positions of codes are those of `block_type`, whose decoder gives the value of each code.
+//! The search for scales of IQ4_NL and IQ4_XS follows `quantize_row_iq4_nl_impl` of ggml-quants.c,
+//! with all weights equal; MXFP4 has the scale of [`super::to_mxfp4`].
 
 use half::f16;
 

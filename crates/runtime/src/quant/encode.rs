@@ -101,8 +101,9 @@ impl PackedFormat {
                 [byte / width, byte % width * 2 + part]
             }
             CodeLayout::GroupHalves => {
-                let at = if part == 0 { byte + rows * columns / 2 } else { byte };
-                [at / columns, at % columns]
+                let half = rows * columns / 2;
+                let at = if part == 0 { byte + half } else { byte };
+                [if byte < half { at / columns } else { rows }, at % columns]
             }
             CodeLayout::RowWords => {
                 let width = columns.div_ceil(in_word);

@@ -6,8 +6,8 @@
 //! [`QuantFormat`], which names the format of a tensor. This module has only slices and arithmetic:
 //! `weights` defines the names in files, `ops` the products with codes. `packed` and `block_type`
 //! decode formats of other tools; `encode` quantizes to those of `packed`, and `block_codes` to
-//! blocks of ggml. `repack` rearranges those that a run keeps (`schemes/grid.rs`). `mxfp4` rounds to
-//! MXFP4.
+//! blocks of ggml. `repack` rearranges those that a run keeps (`schemes/grid.rs`). `mxfp4` rounds
+//! to MXFP4.
 
 mod block_codes;
 mod block_type;

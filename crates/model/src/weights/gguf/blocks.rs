@@ -159,8 +159,8 @@ impl BlockParts {
         Ok(())
     }
 
-    /// Returns new bytes for the sources, given new values of the parameter, which is called `name`;
-    /// `bytes` reads a range.
+    /// Returns new bytes for the sources, given new values of the parameter `name`; `bytes` reads a
+    /// range.
     ///
     /// # Errors
     /// User: a value is not finite, or too large for f16. Errors of `bytes`.
