@@ -49,7 +49,9 @@ pub use class_names::ClassNames;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use gguf::GGUF_INDEX;
-pub(crate) use gguf::{GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue, RowRun, rows_of};
+pub(crate) use gguf::{
+    GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue, RowRun, encode_blocks, rows_of,
+};
 pub(crate) use identity::QUANTIZED_FROM;
 pub use identity::{ConfigDifference, ModelIdentity};
 pub use kept_tensors::KeptTensors;
