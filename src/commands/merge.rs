@@ -6,7 +6,8 @@ use std::path::Path;
 use super::{model_or_base, open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions, MergeReport};
 use crate::cli::MergeArgs;
-use crate::error::Result;
+use crate::data::{Tokenizer, stored_templates};
+use crate::error::{Error, Result};
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{BaseModel, EngineOptions, Resolver};
 use crate::recipe::{DataSource, ModelSection, Recipe};
@@ -28,6 +29,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let mut base = BaseModel::open(&model, None, &resolver)?;
     let adapter = resolver.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
+    check_template(&base, args)?;
     let comparison = RefCell::new(Some(base.check_adapter(&adapter, 0, args.force_base, &terminal)?));
     let decided = MergeBase::decide(args.base, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
@@ -54,7 +56,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         certificate.warning().into_iter().for_each(|warning| terminal.warn(warning));
         Ok(Some(certificate.to_json()))
     };
-    let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
+    let files = base.files.as_ref().ok_or_else(|| Error::internal("a model without files"))?;
     let options = MergeOptions {
         dtype: args.dtype,
         base: decided.values,
@@ -65,12 +67,28 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let report = removing_on_signals(&args.output, &terminal, || {
         adapter::merge(files, &adapter, &args.output, &options)
     })?;
-    describe(&report, files, &args.output, &terminal);
+    describe(&report, files, args, &terminal);
     Ok(())
 }
 
-/// Prints what a merge into `output` changed.
-fn describe(report: &MergeReport, files: &ModelFiles, output: &Path, terminal: &Terminal) {
+/// Refuses an adapter with another chat template than that in the keys of a GGUF base, which stay.
+fn check_template(base: &BaseModel, args: &MergeArgs) -> Result<()> {
+    let keeps_keys = |files: &&ModelFiles| args.requantize && files.is_gguf();
+    let Some(files) = base.files.as_ref().filter(keeps_keys) else { return Ok(()) };
+    let default = |tokenizer: &Tokenizer| -> Result<Option<String>> {
+        let mut templates = stored_templates(tokenizer)?.into_iter();
+        Ok(templates.find(|(name, _)| name == "default").map(|(_, text)| text))
+    };
+    if default(&base.tokenizer()?)? == default(&Tokenizer::load(files.folder())?)? {
+        return Ok(());
+    }
+    Err(Error::user(format!("cannot merge into the format of {}", files.source().display()))
+        .because("the adapter was trained with another chat template, and the keys of a GGUF file stay")
+        .hint("merge without `--requantize`, then write a GGUF file with `finetune export`"))
+}
+
+/// Prints what a merge changed.
+fn describe(report: &MergeReport, files: &ModelFiles, args: &MergeArgs, terminal: &Terminal) {
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {}, replaced {}, copied {}: {} in {}",
@@ -78,8 +96,11 @@ fn describe(report: &MergeReport, files: &ModelFiles, output: &Path, terminal: &
         report.replaced,
         units::exact(report.copied, "tensor"),
         units::bytes(bytes),
-        output.display()
+        args.output.display()
     ));
+    if args.requantize && files.is_gguf() {
+        terminal.line("kept as they are: the keys of the GGUF file, with its tokenizer and chat template");
+    }
     if files.kept().count() > 0 {
         terminal.line(format!("kept as they are: {}", files.kept().describe()));
     }

@@ -17,13 +17,29 @@ use crate::weights::{GGUF_INDEX, INDEX_FILE, MODEL_FILE};
 /// cache cannot be written.
 pub(crate) fn described(path: &Path) -> Result<Option<PathBuf>> {
     let Some(file) = file_of(path)? else { return Ok(None) };
-    let whole = file.canonicalize().map_err(|error| Error::io("read weights", &file, &error))?;
+    let folder = folder_of(&file)?;
+    gguf::describe_base(&file, &folder)?;
+    Ok(Some(folder))
+}
+
+/// Removes the files that describe the GGUF model `path`, if it is one.
+pub(crate) fn forget(path: &Path) {
+    if let Ok(Some(file)) = file_of(path)
+        && let Ok(folder) = folder_of(&file)
+        && let Some(of_file) = folder.parent()
+    {
+        // Without them, the next use describes the model again.
+        drop(std::fs::remove_dir_all(of_file));
+    }
+}
+
+/// Returns the folder in the cache for the files that describe the model of `file`.
+fn folder_of(file: &Path) -> Result<PathBuf> {
+    let whole = file.canonicalize().map_err(|error| Error::io("read weights", file, &error))?;
     let digest = blake3::hash(whole.as_os_str().as_encoded_bytes()).to_hex();
     let name = file.file_name().unwrap_or_default();
     // The last part of the path is the name of the model.
-    let folder = assets::cache()?.join("gguf").join(&digest[..16]).join(name);
-    gguf::describe_base(&file, &folder)?;
-    Ok(Some(folder))
+    Ok(assets::cache()?.join("gguf").join(&digest[..16]).join(name))
 }
 
 /// Returns the GGUF file that `path` names.

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::export::quantized::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
+use crate::loading::gguf_base;
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::Resolver;
 use crate::quant::QuantFormat;
@@ -222,6 +223,28 @@ impl MergeCheck<'_> {
     /// The mean divergence exceeds the threshold: the chosen base or dtype changes the trained
     /// model too much.
     pub(crate) fn certify(&self, merged: &Path) -> Result<Certificate> {
+        let compared = self.compare(merged);
+        // `merged` is a temporary folder.
+        gguf_base::forget(merged);
+        let found = compared?;
+        let certificate = Certificate { found, max_kl: self.max_kl, requantized: self.requantized };
+        if found.mean_kl() <= self.max_kl {
+            return Ok(certificate);
+        }
+        let error = Error::user("the merged model differs too much from base and adapter").because(format!(
+            "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
+            found.mean_kl(),
+            units::exact(found.rows, "row"),
+            self.dataset,
+            found.max_kl,
+            100.0 * found.top1_agreement(),
+            self.max_kl
+        ));
+        let error = if self.requantized { error.because(certificate.effect()) } else { error };
+        Err(error.because("nothing was written").hint(self.hint()))
+    }
+
+    fn compare(&self, merged: &Path) -> Result<Comparison> {
         let recipe = Recipe::default();
         let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
         let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.resolver)?;
@@ -231,28 +254,12 @@ impl MergeCheck<'_> {
         let model = ModelSection { id: Some(DataSource::Path(merged.to_owned())), ..ModelSection::default() };
         let merged = BaseModel::open(&model, None, self.resolver)?.engine(Trains::Nothing, self.options)?;
         let batches = data::batch::in_order(examples, recipe.data.longest_row());
-        let found = if self.requantized {
-            let other = || self.base.engine(Trains::Nothing, self.options);
-            let base = (!trained.has_base()).then(other).transpose()?;
-            trained.compare_effect(&merged, base.as_ref(), batches)?
-        } else {
-            trained.compare(&merged, batches)?
-        };
-        let certificate = Certificate { found, max_kl: self.max_kl, requantized: self.requantized };
-        if found.mean_kl() > self.max_kl {
-            let error = Error::user("the merged model differs too much from base and adapter").because(format!(
-                "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
-                found.mean_kl(),
-                units::exact(found.rows, "row"),
-                self.dataset,
-                found.max_kl,
-                100.0 * found.top1_agreement(),
-                self.max_kl
-            ));
-            let error = if self.requantized { error.because(certificate.effect()) } else { error };
-            return Err(error.because("nothing was written").hint(self.hint()));
+        if !self.requantized {
+            return trained.compare(&merged, batches);
         }
-        Ok(certificate)
+        let other = || self.base.engine(Trains::Nothing, self.options);
+        let base = (!trained.has_base()).then(other).transpose()?;
+        trained.compare_effect(&merged, base.as_ref(), batches)
     }
 
     fn hint(&self) -> &'static str {

@@ -49,5 +49,6 @@ mod plan;
 mod quantize;
 mod quantize_mxfp4;
 mod requantize;
+mod requantize_gguf;
 mod train;
 mod verify_resume;

@@ -462,6 +462,42 @@ fn every_family_is_quantized() {
     }
 }
 
+/// Classes with names of their own: tensors and lists of modules have these, as in the source, and
+/// `--skip` knows them too.
+#[test]
+fn names_are_those_of_the_source() {
+    let skipped = |folder: &Path| {
+        let config = json_of(&folder.join("config.json"));
+        let names = config["quantization_config"]["llm_int8_skip_modules"].as_array().unwrap().clone();
+        names.into_iter().map(|name| name.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    for (model, block, heads) in [
+        ("tiny-gpt-neox", "gpt_neox.layers.0", &["lm_head", "embed_out"][..]),
+        ("tiny-falcon", "transformer.h.0", &["lm_head"]),
+        ("tiny-lfm2", "model.layers.0", &["lm_head"]),
+    ] {
+        for kind in ["nf4", "int8"] {
+            let place = Place::with_model(model);
+            quantize(&place, &["--kind", kind, "--skip", block]);
+            let [source, output] = ["model", "quantized"]
+                .map(|folder| ModelFiles::open_file(&place.path(folder).join("model.safetensors")).unwrap());
+            let lost: Vec<&str> = source.names().filter(|name| output.info(name).is_none()).collect();
+            assert!(lost.is_empty(), "{model} {kind}: {lost:?}");
+            let names = skipped(&place.path("quantized"));
+            assert_eq!(&names[..heads.len()], heads, "{model} {kind}");
+            let of_block: Vec<&String> = names.iter().filter(|name| name.starts_with(block)).collect();
+            assert!(of_block.len() > 1, "{model} {kind}: {names:?}");
+            assert!(
+                of_block.iter().all(|name| source.info(&format!("{name}.weight")).is_some()),
+                "{names:?}"
+            );
+        }
+    }
+    let place = Place::with_model("tiny-gpt-neox");
+    let said = not_quantized(&place, &["--kind", "nf4", "--skip", "q_proj"]);
+    assert!(said.contains("as in `gpt_neox.layers.0."), "{said}");
+}
+
 #[test]
 fn layers_that_are_skipped_stay_as_they_are() {
     let place = Place::new();

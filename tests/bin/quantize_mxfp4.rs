@@ -128,7 +128,8 @@ fn every_family_is_written_in_mxfp4() {
                 // `targets` is every nn.Linear: the others are named.
                 let is_linear =
                     info.shape.len() == 2 && name.ends_with(".weight") && !name.contains("embed_tokens");
-                let module = json!(name.trim_end_matches(".weight"));
+                let class = opened[0].config.family.class_names;
+                let module = json!(class.module(name.trim_end_matches(".weight")));
                 let named = ignored.is_none_or(|names| names.contains(&module));
                 assert!(!is_linear || named, "{model}: {name}");
                 assert_eq!(ours, theirs, "{model}: {name}");

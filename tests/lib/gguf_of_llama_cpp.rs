@@ -2,12 +2,10 @@
 //! joined experts, the tokenizer of Gemma 4, blocks that predict further tokens, keys and values
 //! that no block reads.
 
-use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::gguf_file::{Content, Value, write};
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
 use finetune::export::gguf::{GgufType, describe_base, write_model};
 use finetune::model::{ModelConfig, settle};
@@ -15,38 +13,9 @@ use finetune::weights::ModelFiles;
 use tempfile::TempDir;
 
 use crate::gguf_base::{config, described, golden, is_the_same};
+use crate::gguf_contents::Contents;
+use crate::logits::floats;
 use crate::place::copy_folder;
-
-/// The keys and tensors of a file.
-struct Contents {
-    keys: BTreeMap<String, Value>,
-    tensors: BTreeMap<String, QTensor>,
-}
-
-impl Contents {
-    fn of(path: &Path) -> Self {
-        let mut file = File::open(path).unwrap();
-        let content = Content::read(&mut file).unwrap();
-        let names: Vec<String> = content.tensor_infos.keys().cloned().collect();
-        let read = |name: String| {
-            let tensor = content.tensor(&mut file, &name, &Device::Cpu).unwrap();
-            (name, tensor)
-        };
-        let tensors = names.into_iter().map(read).collect();
-        Contents { keys: content.metadata.into_iter().collect(), tensors }
-    }
-
-    fn write(&self, path: &Path) {
-        let keys: Vec<(&str, &Value)> = self.keys.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        let tensors: Vec<(&str, &QTensor)> =
-            self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-        write(&mut File::create(path).unwrap(), &keys, &tensors).unwrap();
-    }
-
-    fn add(&mut self, name: &str, values: &Tensor) {
-        self.tensors.insert(name.to_owned(), QTensor::quantize(values, GgmlDType::F32).unwrap());
-    }
-}
 
 /// A golden model, and the file that the export writes of it.
 struct Exported {
@@ -112,12 +81,7 @@ fn gemma_4_with_joined_experts_and_merges() {
     let text = std::fs::read(exported.folder.join("tokenizer.json")).unwrap();
     let tokenizer: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let file = exported.changed(|contents| {
-        for layer in 0..exported.own.num_layers() {
-            let part = |name: &str| format!("blk.{layer}.ffn_{name}_exps.weight");
-            let [gate, up] = ["gate", "up"].map(|name| contents.tensors.remove(&part(name)).unwrap());
-            let [gate, up] = [gate, up].map(|tensor| tensor.dequantize(&Device::Cpu).unwrap());
-            contents.add(&part("gate_up"), &Tensor::cat(&[gate, up], 1).unwrap());
-        }
+        contents.join_experts(0..exported.own.num_layers(), GgmlDType::F32);
         let merge = |merge: &serde_json::Value| {
             let side = |at: usize| merge[at].as_str().unwrap().to_owned();
             format!("{} {}", side(0), side(1))
@@ -182,29 +146,14 @@ fn blocks_that_predict_further_tokens_are_skipped() {
         let exported = Exported::of(name);
         let layers = exported.own.num_layers() as u32;
         let matrix = Tensor::ones((4, 32), DType::F32, &Device::Cpu).unwrap();
-        let file = exported.changed(|contents| {
-            let mut set = |key: &str, value: u32| {
-                contents.keys.insert(format!("{arch}.{key}"), Value::U32(value));
-            };
-            set("block_count", layers + further);
-            set("nextn_predict_layers", further);
-            for list in ["attention.head_count_kv", "attention.sliding_window_pattern"] {
-                if let Some(Value::Array(values)) = contents.keys.get_mut(&format!("{arch}.{list}")) {
-                    let last = values.last().cloned().unwrap();
-                    values.resize((layers + further) as usize, last);
-                }
-            }
-            for layer in layers..layers + further {
-                for part in ["attn_q", "nextn.eh_proj"] {
-                    contents.add(&format!("blk.{layer}.{part}.weight"), &matrix);
-                }
-            }
-        });
+        let file = exported.changed(|contents| contents.predict_further(arch, layers, further));
         let wanted =
             format!("finetune skips {} tensors of blocks that predict further tokens (`nextn`)", 2 * further);
         assert_eq!(exported.is_in(&file), [wanted.as_str()], "{name}");
         // Without the key they are no part of the model.
-        let file = exported.changed(|contents| contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix));
+        let file = exported.changed(|contents| {
+            contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix, GgmlDType::F32)
+        });
         let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
         assert!(refused.to_string().contains(&format!("blk.{layers}.attn_q.weight")), "{refused}");
         let file = exported.changed(|contents| {
@@ -222,14 +171,33 @@ fn keys_that_no_block_reads_are_skipped() {
     let matrix = Tensor::ones((16, 48), DType::F32, &Device::Cpu).unwrap();
     let file = exported.changed(|contents| {
         for part in ["attn_k", "attn_v", "attn_k_norm"] {
-            contents.add(&format!("blk.3.{part}.weight"), &matrix);
+            contents.add(&format!("blk.3.{part}.weight"), &matrix, GgmlDType::F32);
         }
     });
     let note = "finetune skips 3 tensors of keys and values that no block reads";
     assert_eq!(exported.is_in(&file), [note]);
-    let file = exported.changed(|contents| contents.add("blk.2.attn_k.bias", &matrix));
+    let file = exported.changed(|contents| contents.add("blk.2.attn_k.bias", &matrix, GgmlDType::F32));
     let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
     assert!(refused.to_string().contains("`blk.2.attn_k.bias` is no part"), "{refused}");
+}
+
+/// llama.cpp reads one number under a key for all layers.
+#[test]
+fn one_number_counts_for_all_layers() {
+    let apertus = Exported::of("tiny-apertus");
+    let layers = apertus.own.num_layers();
+    let [one, all] = [Value::F32(0.25), Value::Array(vec![Value::F32(0.25); layers])].map(|value| {
+        let file = apertus.changed(|contents| {
+            contents.keys.insert("xielu.alpha_p".to_owned(), value.clone());
+        });
+        let folder = described(&file);
+        let files = ModelFiles::open(folder.path()).unwrap();
+        let names = files.names().map(str::to_owned).collect::<Vec<_>>();
+        names.into_iter().map(|name| (floats(&files, &name), name)).collect::<Vec<_>>()
+    });
+    assert_eq!(one, all);
+    let alphas = one.iter().filter(|(values, name)| name.ends_with("alpha_p") && values == &[0.25]);
+    assert!(layers > 1 && alphas.count() == layers);
 }
 
 /// Keys whose values would be another model.
@@ -248,9 +216,14 @@ fn keys_that_do_not_fit_the_tensors_are_refused() {
         (&lfm2, "lfm2.attention.head_count_kv", numbers(&[0, 2]), "a number for each layer"),
         (&lfm2, "lfm2.shortconv.l_cache", Value::U32(4), "shortconv.conv"),
         (&lfm2, "lfm2.attention.sliding_window", Value::U32(32), "`lfm2.attention.sliding_window` is 32"),
-        (&apertus, "xielu.beta", halves(1), "`xielu.beta` is [0.5]; accepted: a list with a number for each"),
+        (
+            &apertus,
+            "xielu.beta",
+            halves(1),
+            "`xielu.beta` is [0.5]; accepted: a number, or a list with one for each",
+        ),
         (&apertus, "xielu.beta", halves(9), "`xielu.beta` is [0.5, 0.5"),
-        (&apertus, "xielu.beta", Value::F32(0.5), "`xielu.beta` is 0.5; accepted"),
+        (&apertus, "xielu.beta", Value::U32(1), "`xielu.beta` is 1; accepted"),
         (&llama4, "llama4.expert_gating_func", Value::U32(1), "accepted: 2, a sigmoid"),
         (&mixtral, "llama.expert_gating_func", Value::U32(2), "accepted: 1, a softmax"),
         (&mixtral, "llama.feed_forward_length", numbers(&[96; 9]), "has 9 entries; accepted: one for each"),

@@ -8,6 +8,8 @@
 #![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 #![allow(clippy::too_many_lines, reason = "a table of cases or a snapshot is one function")]
 
+#[path = "../support/gguf_contents.rs"]
+mod gguf_contents;
 #[path = "../support/golden_files.rs"]
 mod golden_files;
 #[path = "../support/hub_double.rs"]

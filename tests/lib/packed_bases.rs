@@ -22,7 +22,8 @@ const GPTQ: &str = "tiny-gptq-4-g32-act";
 const AWQ: &str = "tiny-awq-4-g32";
 const WORDS: &str = "tiny-ct-int4-g32-asym";
 const FP8: &str = "tiny-fp8-block";
-const MODELS: [&str; 4] = [GPTQ, AWQ, WORDS, FP8];
+const MODELS: [&str; 7] =
+    [GPTQ, AWQ, WORDS, FP8, "tiny-gptq-8-g32-asym", "tiny-ct-int8-channel", "tiny-ct-w8a8"];
 const MXFP4: &str = "tiny-mxfp4";
 const DOWN: &str = "model.layers.0.mlp.down_proj.weight";
 
@@ -52,7 +53,8 @@ fn every_weight_has_the_values_of_the_reference() {
             assert_eq!(files.stored_format(name).is_some(), name.contains("proj.weight"), "{model}: {name}");
             assert!(files.quantized(name).unwrap().is_none() && files.quantized_format(name).is_none());
         }
-        let dtype = if [GPTQ, AWQ].contains(&model) { StoredDtype::F16 } else { StoredDtype::BF16 };
+        let is_half = ["tiny-gptq", "tiny-awq"].iter().any(|tool| model.starts_with(tool));
+        let dtype = if is_half { StoredDtype::F16 } else { StoredDtype::BF16 };
         assert!(files.tensors().all(|(_, info)| info.dtype == dtype), "{model}");
         // Nothing is counted twice, and no companion is left out.
         let stored: u64 = files.names().map(|name| files.stored_bytes(name)).sum();

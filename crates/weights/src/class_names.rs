@@ -53,7 +53,7 @@ impl ClassNames {
     }
 
     /// Returns the name of a tensor with a usual name in the weights files of this class.
-    pub(super) fn stored(&self, usual: &str) -> String {
+    pub fn stored(&self, usual: &str) -> String {
         let head = translated(&[Self::USUAL.head], &[self.head], usual);
         head.unwrap_or_else(|| self.module(usual))
     }

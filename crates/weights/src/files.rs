@@ -236,6 +236,11 @@ impl ModelFiles {
         first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
     }
 
+    /// Returns whether the weights are in GGUF files.
+    pub fn is_gguf(&self) -> bool {
+        self.source() != self.place
+    }
+
     /// Returns the files.
     pub(super) fn shards(&self) -> &[Shard] {
         &self.shards

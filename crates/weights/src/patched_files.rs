@@ -2,13 +2,15 @@
 //! they are stored.
 //!
 //! Names, types, shapes and places of all tensors stay. So only the bytes of changed tensors are
-//! written over the copy, and readers of the base read the copy too.
+//! written over the copy, and readers of the base read the copy too. The files are those of a
+//! Hugging Face folder, or GGUF files.
 
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use half::f16;
 use serde_json::{Map, Value};
 
 use super::shard::Shard;
@@ -16,7 +18,10 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::{Patch, ShardRange};
 use super::transpose::transposed;
 use super::write::write_failed;
-use super::{INDEX_FILE, ModelFiles, QUANTIZED_FROM, StoredElement as _, TensorInfo, Written, sidecar_files};
+use super::{
+    INDEX_FILE, ModelFiles, QUANTIZED_FROM, StoredDtype, StoredElement as _, TensorInfo, Written,
+    sidecar_files,
+};
 use crate::error::{Error, Result};
 use crate::quant;
 
@@ -37,8 +42,9 @@ struct PatchedFile {
 }
 
 impl<'a> PatchedFiles<'a> {
-    /// Copies the files into the existing `folder`, under their names. Headers lose the record of
-    /// the model from which the base was quantized: changed weights are not of that model.
+    /// Copies the files into the existing `folder`, under their names. Headers of safetensors lose
+    /// the record of the model from which the base was quantized: changed weights are not of that
+    /// model.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
@@ -69,9 +75,7 @@ impl<'a> PatchedFiles<'a> {
                 vec![Patch { place: codes, bytes: encoded.codes }, scales]
             }
             Some(StoredParts::Quantized(parts)) => parts.requantized(name, codes, values)?,
-            Some(StoredParts::Blocks(_)) => {
-                return Err(Error::internal(format!("`{name}` is in a GGUF file")));
-            }
+            Some(StoredParts::Blocks(parts)) => parts.requantized(name, values, bytes)?,
         };
         self.base.check_lengths()?;
         patches.into_iter().try_for_each(|Patch { place, bytes }| {
@@ -108,7 +112,7 @@ impl PatchedFile {
         let file = file.map_err(|error| Error::io("write", &path, &error))?;
         let whole = shard.whole();
         let mut copy = PatchedFile { path, file, bytes: whole.len() as u64 };
-        let header = without_original(whole)?;
+        let header = if base.is_gguf() { Vec::new() } else { without_original(whole)? };
         copy.put(&header)?;
         for start in (header.len()..whole.len()).step_by(BLOCK) {
             let range = start..whole.len().min(start + BLOCK);
@@ -151,6 +155,13 @@ fn without_original(whole: &[u8]) -> Result<Vec<u8>> {
 
 /// Returns the bytes of a tensor that is stored as numbers.
 fn plain(name: &str, info: &TensorInfo, values: &[f32]) -> Result<Vec<u8>> {
+    if info.dtype == StoredDtype::F16
+        && let Some(value) = values.iter().find(|value| f16::from_f32(**value).is_infinite())
+    {
+        return Err(Error::user(format!("cannot store the merged `{name}` as F16"))
+            .because(format!("it holds {value}; the largest number of F16 is 65504"))
+            .hint("merge without `--requantize`"));
+    }
     let mut bytes = Vec::with_capacity(values.len() * info.dtype.size_bytes());
     if values.len() != info.elements() || !f32::encode(values, info.dtype, &mut bytes) {
         let (count, dtype) = (values.len(), info.dtype);

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use super::unfinished::sync_folder;
 use super::write::{header, miswritten, shard_names, split_groups, write_failed};
-use super::{Metadata, StoredDtype, WriteEntry, write_index};
+use super::{ClassNames, KeptTensors, Metadata, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
 /// A tensor of the planned layout.
@@ -68,23 +68,24 @@ pub struct RandomAccessWriter {
 
 impl RandomAccessWriter {
     /// Lays out files of at most `shard_bytes` each (a group is never split) in `folder`, which
-    /// exists and is empty. `groups` are tensors that readers need in one file. `metadata` goes
-    /// into each file's header.
+    /// exists and is empty. `groups` are tensors that readers need in one file. In the files they
+    /// have the names of `class`. `metadata` goes into each file's header.
     ///
     /// # Errors
     /// Storage: the files cannot be created. Internal: two tensors have one name.
     pub fn create(
         folder: &Path,
         groups: &[Vec<PlannedFile>],
-        metadata: &Metadata,
+        (class, metadata): (&'static ClassNames, &Metadata),
         shard_bytes: u64,
     ) -> Result<Self> {
+        let names = KeptTensors::default().named_by(class);
         let groups = groups.iter().map(|group| group.iter().collect::<Vec<_>>());
         let shards = split_groups(groups, |planned: &&PlannedFile| planned.entry().bytes(), shard_bytes);
         let mut writer =
             RandomAccessWriter { folder: folder.into(), shards: Vec::new(), places: HashMap::new() };
         for (name, planned) in shard_names(shards.len()).iter().zip(shards) {
-            let shard = PlannedShard::create(folder.join(name), planned, metadata)?;
+            let shard = PlannedShard::create(folder.join(name), planned, &names, metadata)?;
             let places = shard.slots.iter().enumerate();
             let index = writer.shards.len();
             writer.places.extend(places.map(|(slot, found)| (found.entry.name.clone(), (index, slot))));
@@ -128,11 +129,17 @@ impl RandomAccessWriter {
 }
 
 impl PlannedShard {
-    fn create(path: PathBuf, planned: Vec<&PlannedFile>, metadata: &Metadata) -> Result<Self> {
+    fn create(
+        path: PathBuf,
+        planned: Vec<&PlannedFile>,
+        names: &KeptTensors,
+        metadata: &Metadata,
+    ) -> Result<Self> {
         let mut slots: Vec<TensorSlot> = planned
             .into_iter()
             .map(|planned| {
-                let (entry, is_text) = (planned.entry(), matches!(planned, PlannedFile::Text(..)));
+                let is_text = matches!(planned, PlannedFile::Text(..));
+                let entry = names.named_as_stored(planned.entry());
                 TensorSlot { left: entry.bytes(), entry, is_text, start: 0 }
             })
             .collect();
@@ -224,8 +231,8 @@ mod tests {
             vec![sized("b", StoredDtype::U8, &[2]), PlannedFile::Text("b.text".into(), 1000)],
             vec![sized("c", StoredDtype::BF16, &[2])],
         ];
-        let mut writer =
-            RandomAccessWriter::create(folder.path(), &groups, &Metadata::new(), 2010).expect("two files");
+        let plain = (&ClassNames::USUAL, &Metadata::new());
+        let mut writer = RandomAccessWriter::create(folder.path(), &groups, plain, 2010).expect("two files");
         for (name, at, bytes) in [
             ("b.text", 0, &b"second"[..]),
             ("a", 2, &[3, 4]),
@@ -256,8 +263,8 @@ mod tests {
     fn a_part_that_is_missing_is_noticed() {
         let folder = tempfile::tempdir().expect("a folder");
         let groups = [vec![sized("a", StoredDtype::U8, &[4])]];
-        let mut writer =
-            RandomAccessWriter::create(folder.path(), &groups, &Metadata::new(), 100).expect("a file");
+        let plain = (&ClassNames::USUAL, &Metadata::new());
+        let mut writer = RandomAccessWriter::create(folder.path(), &groups, plain, 100).expect("a file");
         writer.write("a", 0, &[1, 2, 3]).expect("three bytes");
         let error = writer.finish().expect_err("one byte is missing");
         assert_eq!(error.causes(), ["1 of its 4 bytes were not given"]);

@@ -135,10 +135,10 @@ fn llama4_follows_transformers_and_peft() {
     follows("full_llama4");
 }
 
-/// Short convolutions between gates, and experts beside them.
+/// Short convolutions between gates, with biases, and experts beside them.
 #[test]
 fn short_convolutions_follow_transformers_and_peft() {
-    for family in ["lfm2", "lfm2-moe"] {
+    for family in ["lfm2", "lfm2-bias", "lfm2-moe"] {
         follows(&format!("lora_{family}"));
         follows(&format!("full_{family}"));
     }

@@ -21,6 +21,8 @@ mod counting;
 #[path = "../../support/exhaustive.rs"]
 #[expect(dead_code, reason = "a sample of files is not a third of cases")]
 mod exhaustive;
+#[path = "../../support/gguf_contents.rs"]
+mod gguf_contents;
 mod long_text;
 mod mutate;
 mod network;

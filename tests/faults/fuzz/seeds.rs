@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use arrow_array::{ArrayRef, NullArray, RecordBatch};
 use arrow_ipc::writer::StreamWriter;
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use finetune::export::gguf::{self, GgufType};
 use finetune::model::ModelConfig;
@@ -16,6 +17,8 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use safetensors::tensor::{Dtype, TensorView};
+
+use crate::gguf_contents::Contents;
 
 pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
@@ -42,8 +45,18 @@ pub(crate) const GGUF_TENSORS: usize = 1 << 20;
 
 /// Returns the headers of GGUF files of some golden models.
 pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
+    type Change = fn(&mut Contents, usize);
+    let none: Change = |_, _| ();
     let names = ["apertus", "deepseek-v3", "gemma4-e2b", "gpt-oss", "lfm2", "lfm2-moe", "llama4", "qwen3-5"];
-    let header = |name: &str| {
+    let mut seeds = names.map(|name| (name, none)).to_vec();
+    // As llama.cpp's converter writes them: blocks that predict further tokens, joined experts, of
+    // which the second layer is in f16.
+    seeds.push(("qwen3-5", |contents, layers| contents.predict_further("qwen35", layers as u32, 1)));
+    seeds.push(("gemma4-moe", |contents, layers| {
+        contents.join_experts(0..1, GgmlDType::F32);
+        contents.join_experts(1..layers, GgmlDType::F16);
+    }));
+    let header = |(name, change): (&str, Change)| {
         let place = tempfile::tempdir().unwrap();
         let folder = place.path().join("model");
         std::fs::create_dir(&folder).unwrap();
@@ -58,6 +71,10 @@ pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
         finetune::model::settle(&mut config, &mut files).unwrap();
         let path = place.path().join("model.gguf");
         gguf::write_model(&config, &files, name, GgufType::F32, &path).unwrap();
+        let mut contents = Contents::of(&path);
+        change(&mut contents, config.num_layers());
+        contents.write(&path);
+        gguf::describe_base(&path, &place.path().join("described")).unwrap();
         let mut bytes = std::fs::read(&path).unwrap();
         let content = Content::read(&mut std::io::Cursor::new(&bytes)).unwrap();
         let data = usize::try_from(content.tensor_data_offset).unwrap();
@@ -65,7 +82,7 @@ pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
         bytes.truncate(data);
         bytes
     };
-    names.map(header).into()
+    seeds.into_iter().map(header).collect()
 }
 
 /// Returns a config.json with the numbers that llama.cpp always has in this architecture.

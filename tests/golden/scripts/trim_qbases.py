@@ -10,16 +10,20 @@ import shutil
 import sys
 
 RUNS = ["lora_gptq", "lora_awq", "lora_ct_int4", "lora_fp8_block", "lora_mxfp4", "lora_gguf_q4_k"]
+# Further checkpoints, without a run.
+OTHERS = ["tiny-ct-int8-channel", "tiny-ct-w8a8", "tiny-gptq-8-g32-asym"]
 # Further GGUF files, without a run.
 GGUF = ["tiny-gguf-q4_k", "tiny-gguf-q4_0", "tiny-gguf-q8_0"]
 source, target = map(pathlib.Path, sys.argv[1:])
 digests = json.loads((source / "golden/qbases/qbases.json").read_text())
 kept = {}
+ignored = shutil.ignore_patterns("final_logits.safetensors", "quantize_config.json", "hf")
+models = list(OTHERS)
 for run in RUNS:
     folder = source / "golden/qbases_train" / run
-    model = json.loads((folder / "trajectory.json").read_text())["run"]["model"]
-    ignored = shutil.ignore_patterns("final_logits.safetensors", "quantize_config.json", "hf")
+    models.append(json.loads((folder / "trajectory.json").read_text())["run"]["model"])
     shutil.copytree(folder, target / "train" / run, ignore=ignored, dirs_exist_ok=True)
+for model in models:
     shutil.copytree(source / "qbases" / model, target / "models" / model, ignore=ignored, dirs_exist_ok=True)
     if model not in GGUF:
         kept[model] = {name: weight["sha256_f32"] for name, weight in digests[model]["weights"].items()}

@@ -14,13 +14,13 @@ use super::metadata::refuse_unknown;
 use super::places::{TensorPlace, places};
 use super::tensors::{TensorChange, change};
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
-use super::{Exported, GgufType, blocks};
+use super::{Exported, GgufType};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, TokenMixer};
 use crate::quant::BlockType;
-use crate::weights::{LM_HEAD_MODULE, rows_of};
+use crate::weights::{LM_HEAD_MODULE, encode_blocks, rows_of};
 
 /// Writes the adapter in the folder `adapter`, of the model `config`, to the new file `output`.
 /// `name` is a display name.
@@ -212,7 +212,7 @@ impl LoraPart<'_> {
                 all.append(&mut values);
             }
         }
-        blocks::encode(&entry.name, &all, row, entry.kind)
+        encode_blocks(&entry.name, &all, row, entry.kind)
     }
 }
 

@@ -40,6 +40,11 @@ pub(super) fn describe(config: &ModelConfig, arch: &str, metadata: &mut GgufMeta
         _ => None,
     });
     if let Some(conv) = conv {
+        if conv.bias {
+            return Err(refused(
+                "its convolutions have biases (`conv_bias`), which llama.cpp does not read".into(),
+            ));
+        }
         set(arch, metadata, &[("shortconv.l_cache", conv.kernel)])?;
     }
     match config.gated_deltas().next() {

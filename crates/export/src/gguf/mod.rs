@@ -9,7 +9,6 @@
 //! version in llama-cpp-python 0.3.36.
 
 mod base;
-mod blocks;
 mod description;
 mod lora;
 mod metadata;
@@ -33,7 +32,7 @@ pub use writer::OUTPUT;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::quant::BlockType;
-use crate::weights::{ModelFiles, StoredDtype, sidecar_files};
+use crate::weights::{ModelFiles, StoredDtype, encode_blocks, sidecar_files};
 use types::Mixture;
 use vocabulary::Vocabulary;
 use writer::{MetadataValue, TensorEntry};
@@ -124,11 +123,11 @@ pub fn write_model(
     exported.bytes = writer::write(output, &description.metadata, &entries, |entry, sink| {
         let row = entry.shape.last().copied().unwrap_or(1);
         if let Some((name, values)) = made.next() {
-            return sink.write(&blocks::encode(name, values, row, entry.kind)?);
+            return sink.write(&encode_blocks(name, values, row, entry.kind)?);
         }
         let tensor = stored.next().ok_or_else(|| Error::internal("an entry without a tensor"))?;
         tensors::read(files, tensor, |stored, values| {
-            sink.write(&blocks::encode(stored, values, row, entry.kind)?)
+            sink.write(&encode_blocks(stored, values, row, entry.kind)?)
         })
     })?;
     Ok(exported)

@@ -68,7 +68,7 @@ impl TensorPlace {
         match part {
             // The factor on the shared expert is a vector.
             ModelPart::Block { part: BlockPart::SharedFactor, .. } => drop(shape.remove(0)),
-            ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } => {
+            ModelPart::Block { part: BlockPart::DeltaConv | BlockPart::ConvTaps, .. } if shape.len() > 1 => {
                 shape.remove(1);
             }
             // Some checkpoints have it as one row.

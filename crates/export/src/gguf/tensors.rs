@@ -233,7 +233,7 @@ fn read_rows(
     mut out: &mut [f32],
 ) -> Result<()> {
     for run in order.chunk_by(|a, b| a + 1 == *b) {
-        let (part, rest) = out.split_at_mut(run.count() * row);
+        let (part, rest) = out.split_at_mut(run.len() * row);
         files.read_part(stored, run[0] * row, part)?;
         out = rest;
     }

@@ -11,7 +11,7 @@ use super::{PIECE, SourceTensor};
 use crate::error::{Error, Result};
 use crate::quant::{self, BlockCodes, BlockFormat, FourBit, Int8Rows, NESTED_BLOCK};
 use crate::weights::readers::BITSANDBYTES;
-use crate::weights::{LM_HEAD_MODULE, ModelFiles, PlannedFile, StoredDtype, WriteEntry};
+use crate::weights::{ModelFiles, PlannedFile, StoredDtype, WriteEntry};
 
 /// Longer than any number of a quant_state, in characters.
 const LONGEST_NUMBER: usize = 24;
@@ -148,12 +148,14 @@ fn python_float(x: f64) -> String {
     }
 }
 
-/// Returns the quantization entry of config.json, of 4 bits in a format or of 8 bits. `skipped` are
+/// Returns the quantization entry of config.json, of 4 bits in a format or of 8 bits. `skip` has
 /// whole names, which every version of transformers compares in the same way. A list replaces the
 /// default one, so it also has the head.
-pub(super) fn settings(four: Option<BlockFormat<FourBit>>, dtype: StoredDtype, skipped: &[String]) -> Value {
-    let skip: Option<Vec<&str>> = (!skipped.is_empty())
-        .then(|| [LM_HEAD_MODULE].into_iter().chain(skipped.iter().map(String::as_str)).collect());
+pub(super) fn settings(
+    four: Option<BlockFormat<FourBit>>,
+    dtype: StoredDtype,
+    skip: Option<&[String]>,
+) -> Value {
     // For 8 bits too, config.json has bitsandbytes' defaults of 4 bits.
     let format = four.unwrap_or(BlockFormat { codes: FourBit::Fp4, block_size: 64, double_quant: false });
     let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");

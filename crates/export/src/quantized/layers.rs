@@ -27,11 +27,13 @@ impl LinearLayers {
         let (gates, linear): (Vec<_>, Vec<_>) = layers.partition(|module| module.kind != ModuleKind::Linear);
         let [gates, linear] = [gates, linear]
             .map(|modules| modules.into_iter().map(|module| module.name).collect::<Vec<String>>());
+        let names = config.family.class_names;
+        let skip: Vec<String> = skip.iter().map(|name| names.usual(name)).collect();
         let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();
         // A gate is skipped without its name too.
         let named: HashSet<&str> =
             linear.iter().chain(&gates).flat_map(|layer| runs_of_parts(layer)).collect();
-        for name in skip {
+        for name in &skip {
             if !named.contains(name.as_str()) {
                 let mut ends: Vec<&str> =
                     linear.iter().filter_map(|layer| layer.rsplit('.').next()).collect();
@@ -40,7 +42,7 @@ impl LinearLayers {
                 return Err(Error::user(format!("cannot skip `{name}`")).because(format!(
                     "no linear layer has this name; accepted: {}, each also with the parts before it, as in `{}`",
                     ends.join(", "),
-                    linear.first().map_or("", String::as_str)
+                    linear.first().map_or(String::new(), |layer| names.module(layer))
                 )));
             }
         }

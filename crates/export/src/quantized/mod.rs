@@ -18,8 +18,8 @@ use crate::quant::{self, BlockFormat, FourBit};
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QuantizationChange};
 use crate::weights::{
-    AtomicDir, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM, RandomAccessWriter,
-    StoredDtype, StoredElement as _, WriteEntry,
+    AtomicDir, ClassNames, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM,
+    RandomAccessWriter, StoredDtype, StoredElement as _, WriteEntry,
 };
 pub use layers::LinearLayers;
 use mxfp4::Mxfp4Tensors;
@@ -121,7 +121,8 @@ pub fn write_quantized(
     }
     let metadata = Metadata::from([(QUANTIZED_FROM.to_owned(), from.to_json())]);
     let folder = AtomicDir::create(output)?;
-    let mut writer = RandomAccessWriter::create(folder.path(), &groups, &metadata, SHARD_BYTES)?;
+    let names_and_texts = (config.family.class_names, &metadata);
+    let mut writer = RandomAccessWriter::create(folder.path(), &groups, names_and_texts, SHARD_BYTES)?;
     for name in &names {
         let can_skip = !(scheme == Scheme::Mxfp4 && config.family.stacks_in_mxfp4);
         let mut source = SourceTensor { files, name, writer: &mut writer, can_skip };
@@ -164,11 +165,22 @@ fn settings(
 ) -> serde_json::Value {
     let first = layers.quantized.first().and_then(|name| files.info(&format!("{name}.weight")));
     let dtype = first.map_or(StoredDtype::F32, |info| info.dtype);
+    let unquantized = unquantized(config.family.class_names, layers);
+    // Without a list, transformers skips the head alone.
+    let listed = (!layers.skipped.is_empty()).then_some(unquantized.as_slice());
     match scheme {
-        Scheme::FourBits(format) => bitsandbytes::settings(Some(format), dtype, &layers.skipped),
-        Scheme::LlmInt8 => bitsandbytes::settings(None, dtype, &layers.skipped),
-        Scheme::Mxfp4 => mxfp4::settings(config, &layers.skipped),
+        Scheme::FourBits(format) => bitsandbytes::settings(Some(format), dtype, listed),
+        Scheme::LlmInt8 => bitsandbytes::settings(None, dtype, listed),
+        Scheme::Mxfp4 => mxfp4::settings(config, &unquantized),
     }
+}
+
+/// Returns the names of the linear layers that stay as they are, as the class `names` has them, the
+/// head first: under its name in memory and, if the files have another, that one.
+fn unquantized(names: &ClassNames, layers: &LinearLayers) -> Vec<String> {
+    let stored = names.stored(LM_HEAD_MODULE);
+    let heads = [Some(LM_HEAD_MODULE.to_owned()), (stored != LM_HEAD_MODULE).then_some(stored)];
+    heads.into_iter().flatten().chain(layers.skipped.iter().map(|name| names.module(name))).collect()
 }
 
 fn refuse_quantized(files: &ModelFiles) -> Result<()> {

@@ -125,8 +125,8 @@ fn places_in_stack(StackParts { stack, parts }: StackParts) -> impl Iterator<Ite
     })
 }
 
-/// Returns the quantization entry of config.json; `skipped` are whole names.
-pub(super) fn settings(config: &ModelConfig, skipped: &[String]) -> Value {
+/// Returns the quantization entry of config.json; `ignore` has whole names, that of the head too.
+pub(super) fn settings(config: &ModelConfig, ignore: &[String]) -> Value {
     if config.family.stacks_in_mxfp4 {
         return json!({
             "modules_to_not_convert": [
@@ -135,7 +135,6 @@ pub(super) fn settings(config: &ModelConfig, skipped: &[String]) -> Value {
             "quant_method": "mxfp4",
         });
     }
-    let ignore: Vec<&str> = [LM_HEAD_MODULE].into_iter().chain(skipped.iter().map(String::as_str)).collect();
     json!({
         "config_groups": {
             "group_0": {

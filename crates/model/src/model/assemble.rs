@@ -151,7 +151,11 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
     let hidden_norm = |part| -> Result<Option<Norm>> {
         layout.module(part).map(|module| norm(&module.name_in(layer), module.bias, from)).transpose()
     };
-    let token_mixer = token_mixer(block.token_mixer, &linears, &optional)?;
+    let bias = |part: BlockPart| -> Result<Option<Param>> {
+        let module = layout.module(part).filter(|module| module.bias);
+        module.map(|module| from.param(&format!("{}.bias", module.name_in(layer)))).transpose()
+    };
+    let token_mixer = token_mixer(block.token_mixer, &linears, &optional, &bias)?;
     let norms = |before: Option<BlockPart>, after, factor| -> Result<MixerNorms> {
         let before = before.map(hidden_norm).transpose()?.flatten();
         Ok(MixerNorms { before, after: hidden_norm(after)?, factor })
@@ -197,11 +201,12 @@ fn per_layer(
 }
 
 /// Returns the weights of a token mixer, of the layers that `linears` gives and the parameters that
-/// `optional` gives if the block has them.
+/// `optional` and `bias` give if the block has them.
 fn token_mixer(
     mixer: TokenMixer,
     linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
     optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+    bias: &dyn Fn(BlockPart) -> Result<Option<Param>>,
 ) -> Result<TokenMixerWeights> {
     let (qkv, o) = (linears(LinearGroup::Qkv)?, linears(LinearGroup::O)?);
     let param = |part: BlockPart| {
@@ -239,6 +244,7 @@ fn token_mixer(
             mixer,
             input: qkv,
             conv: conv(BlockPart::ConvTaps, (mixer.channels, mixer.kernel))?,
+            bias: bias(BlockPart::ConvTaps)?,
             out: o,
         }),
         TokenMixer::GatedDelta(mixer) => TokenMixerWeights::GatedDelta(GatedDeltaWeights {

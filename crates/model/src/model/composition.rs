@@ -291,6 +291,8 @@ pub struct ShortConvMixer {
     pub channels: usize,
     /// The number of tokens that an output reads.
     pub kernel: usize,
+    /// True if the convolution and both projections have biases.
+    pub bias: bool,
 }
 
 impl ShortConvMixer {

@@ -184,9 +184,9 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let (d, channels) = (self.0.hidden_size, mixer.channels);
         let weights = WeightShape::Conv { channels, width: mixer.kernel };
-        let taps = BlockModule { weight: weights, ..self.norm(P::ConvTaps, 0, false) };
-        let input = self.linear(P::ConvIn, (mixer.input_width(), d), false);
-        vec![input, self.linear(P::ConvOut, (d, channels), false), taps]
+        let taps = BlockModule { weight: weights, ..self.norm(P::ConvTaps, 0, mixer.bias) };
+        let input = self.linear(P::ConvIn, (mixer.input_width(), d), mixer.bias);
+        vec![input, self.linear(P::ConvOut, (d, channels), mixer.bias), taps]
     }
 
     fn gated_mlp(&self, mixer: &GatedMlp) -> Vec<BlockModule> {

@@ -93,7 +93,10 @@ impl ModelConfig {
                 let width = plain + rotated;
                 format!("latent attention, {rotated} of {width} columns rotate {how}, epsilon {:?}", norm.eps)
             }
-            TokenMixer::ShortConv(conv) => format!("convolution over {} tokens", conv.kernel),
+            TokenMixer::ShortConv(conv) => {
+                let biases = if conv.bias { " with biases" } else { "" };
+                format!("convolution over {} tokens{biases}", conv.kernel)
+            }
             TokenMixer::GatedDelta(delta) => {
                 let DeltaHeads { num_key_heads, num_value_heads, .. } = delta.heads;
                 format!("Gated DeltaNet of {num_key_heads} key heads and {num_value_heads} value heads")

@@ -23,6 +23,11 @@ pub struct EncodedTensor {
     pub scales: Vec<u8>,
 }
 
+/// Values of a cell from which on all threads share its rows.
+const SHARED: usize = 1 << 16;
+/// Bytes of codes that a thread packs at once.
+const PACKED: usize = 1 << 14;
+
 /// The values that share a scale, among those of their rows.
 struct Cell<'a> {
     values: &'a [f32],
@@ -33,9 +38,23 @@ struct Cell<'a> {
 }
 
 impl Cell<'_> {
-    fn places(&self) -> impl Iterator<Item = usize> {
-        let starts = (0..self.values.len()).step_by(self.width.max(1));
-        starts.flat_map(|start| self.columns.iter().flat_map(move |run| start + run.start..start + run.end))
+    /// Returns the values of the cell in a row.
+    fn of_row<'r>(&'r self, row: &'r [f32]) -> impl Iterator<Item = f32> {
+        self.columns.iter().flat_map(move |run| row[run.clone()].iter().copied())
+    }
+
+    /// Returns the results of `of_row` for all rows, merged in order.
+    fn by_rows<T: Send>(
+        &self,
+        start: T,
+        of_row: impl Fn(&[f32]) -> T + Sync + Send,
+        merge: impl Fn(T, T) -> T,
+    ) -> T {
+        if self.values.len() < SHARED {
+            return self.values.chunks(self.width.max(1)).map(of_row).fold(start, merge);
+        }
+        let rows: Vec<T> = self.values.par_chunks(self.width.max(1)).map(of_row).collect();
+        rows.into_iter().fold(start, merge)
     }
 }
 
@@ -69,26 +88,35 @@ impl PackedFormat {
         }
     }
 
-    /// Returns the byte that holds a code, and the code's lowest bit in it.
-    fn code_place(&self, row: usize, column: usize) -> (usize, usize) {
+    /// Returns the position, row by row, of the value whose code is the one number `part` of a
+    /// byte, from the lowest bits on; `None` if no value has it.
+    fn value_at(&self, byte: usize, part: usize) -> Option<usize> {
         let PackedFormat { bits, rows, columns, .. } = *self;
-        let in_word = 32 / bits;
-        let of_word = |word: usize, at: usize| (4 * word + at * bits / 8, at * bits % 8);
-        match self.codes {
-            CodeLayout::E4m3 | CodeLayout::I8 | CodeLayout::U8 => (row * columns + column, 0),
-            CodeLayout::E2m1 => (row * columns.div_ceil(2) + column / 2, column % 2 * 4),
+        let (in_word, word) = (32 / bits, byte / 4);
+        let of_word = byte % 4 * (8 / bits) + part;
+        let [row, column] = match self.codes {
+            CodeLayout::E4m3 | CodeLayout::I8 | CodeLayout::U8 => [byte / columns, byte % columns],
+            CodeLayout::E2m1 => {
+                let width = columns.div_ceil(2);
+                [byte / width, byte % width * 2 + part]
+            }
             CodeLayout::GroupHalves => {
-                let (at, half) = (row * columns + column, rows * columns / 2);
-                (at % half, if at < half { 4 } else { 0 })
+                let half = rows * columns / 2;
+                let at = if part == 0 { byte + half } else { byte };
+                [if byte < half { at / columns } else { rows }, at % columns]
             }
             CodeLayout::RowWords => {
-                of_word(row * columns.div_ceil(in_word) + column / in_word, column % in_word)
+                let width = columns.div_ceil(in_word);
+                [word / width, word % width * in_word + of_word]
             }
-            CodeLayout::ColumnWords => of_word(column / in_word * rows + row, column % in_word),
+            CodeLayout::ColumnWords => [word % rows, word / rows * in_word + of_word],
             CodeLayout::InterleavedWords => {
-                of_word(column * rows / in_word + row / in_word, AWQ_POSITIONS[row % in_word])
+                let height = rows / in_word;
+                let row = AWQ_POSITIONS.iter().position(|position| *position == of_word)?;
+                [word % height * in_word + row, word / height]
             }
-        }
+        };
+        (row < rows && column < columns).then_some(row * columns + column)
     }
 }
 
@@ -119,11 +147,15 @@ impl PackedTensor<'_> {
             .collect();
         let mut encoded = EncodedTensor { codes: self.codes.to_vec(), scales: self.scales.to_vec() };
         let mask = u8::MAX >> (8 - bits);
-        for (at, code) in codes.into_iter().enumerate() {
-            let (byte, shift) = self.format.code_place(at / columns, at % columns);
-            let byte = &mut encoded.codes[byte];
-            *byte = *byte & !(mask << shift) | (code & mask) << shift;
-        }
+        encoded.codes.par_chunks_mut(PACKED).enumerate().for_each(|(task, bytes)| {
+            for (at, byte) in (task * PACKED..).zip(bytes) {
+                for part in 0..8 / bits {
+                    let Some(value) = self.format.value_at(at, part) else { continue };
+                    let shift = part * bits;
+                    *byte = *byte & !(mask << shift) | (codes[value] & mask) << shift;
+                }
+            }
+        });
         for (block, groups) in cells.into_iter().enumerate() {
             for (group, scale) in groups.into_iter().enumerate() {
                 let at = self.format.scale_index(block * row_block, group) * scales.bytes();
@@ -142,8 +174,16 @@ impl PackedTensor<'_> {
         // A stored scale that is no number has no error.
         let keeps = !(errors[1] < errors[0] || errors[0].is_nan());
         let scale = if keeps { old } else { new };
-        for at in cell.places() {
-            codes[at] = self.quantized(cell, scale, at).0;
+        let width = cell.width.max(1);
+        let quantize = |(codes, values): (&mut [u8], &[f32])| {
+            for at in cell.columns.iter().flat_map(Range::clone) {
+                codes[at] = self.quantized(cell, scale, values[at]).0;
+            }
+        };
+        if codes.len() < SHARED {
+            codes.chunks_mut(width).zip(cell.values.chunks(width)).for_each(quantize);
+        } else {
+            codes.par_chunks_mut(width).zip(cell.values.par_chunks(width)).for_each(quantize);
         }
         if keeps { stored } else { bits }
     }
@@ -151,10 +191,9 @@ impl PackedTensor<'_> {
     /// Returns the bits of the smallest scale with which every value has a code; those of `stored`
     /// if all values are zero.
     fn new_scale(&self, cell: &Cell<'_>, stored: u32) -> u32 {
-        let [mut low, mut high] = [0f32; 2];
-        for at in cell.places() {
-            (low, high) = (low.min(cell.values[at]), high.max(cell.values[at]));
-        }
+        let wider = |[low, high]: [f32; 2], [least, most]: [f32; 2]| [low.min(least), high.max(most)];
+        let of_row = |row: &[f32]| cell.of_row(row).fold([0f32; 2], |all, value| wider(all, [value; 2]));
+        let [low, high] = cell.by_rows([0f32; 2], of_row, wider);
         if low == 0.0 && high == 0.0 {
             return stored;
         }
@@ -172,13 +211,13 @@ impl PackedTensor<'_> {
 
     /// Returns the sum of squared errors of a cell, in f64.
     fn error(&self, cell: &Cell<'_>, scale: f32) -> f64 {
-        let error = |at: usize| f64::from(cell.values[at]) - f64::from(self.quantized(cell, scale, at).1);
-        cell.places().map(|at| error(at) * error(at)).sum()
+        let error = |value| (f64::from(value) - f64::from(self.quantized(cell, scale, value).1)).powi(2);
+        cell.by_rows(0.0, |row| cell.of_row(row).map(error).sum(), |all, of_row: f64| all + of_row)
     }
 
     /// Returns the code of a value, and the value that it stands for.
-    fn quantized(&self, cell: &Cell<'_>, scale: f32, at: usize) -> (u8, f32) {
-        let x = if scale == 0.0 { 0.0 } else { cell.values[at] / scale };
+    fn quantized(&self, cell: &Cell<'_>, scale: f32, value: f32) -> (u8, f32) {
+        let x = if scale == 0.0 { 0.0 } else { value / scale };
         // A sum with 0 would lose the sign of -0.
         let x = if cell.zero == 0.0 { x } else { x + cell.zero };
         let (code, number) = self.format.nearest(x);

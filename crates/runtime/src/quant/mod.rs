@@ -5,9 +5,11 @@
 //! A format is a file in `schemes` that implements [`QuantScheme`], and a variant of
 //! [`QuantFormat`], which names the format of a tensor. This module has only slices and arithmetic:
 //! `weights` defines the names in files, `ops` the products with codes. `packed` and `block_type`
-//! decode formats of other tools, and `encode` quantizes to those of `packed`; `repack` rearranges
-//! those that a run keeps (`schemes/grid.rs`). `mxfp4` rounds to MXFP4.
+//! decode formats of other tools; `encode` quantizes to those of `packed`, and `block_codes` to
+//! blocks of ggml. `repack` rearranges those that a run keeps (`schemes/grid.rs`). `mxfp4` rounds
+//! to MXFP4.
 
+mod block_codes;
 mod block_type;
 mod codes;
 mod e4m3;

@@ -1,8 +1,9 @@
 //! The values of a tensor of a GGUF file as a parameter of the model: decoded, with rows in the
-//! order of Hugging Face checkpoints.
+//! order of Hugging Face checkpoints, and new values in the order of the file.
 
 use rayon::prelude::*;
 
+use super::encode::requantize;
 use super::order::FileOrder;
 use super::source::{BlockSource, decode_part, row_bytes};
 use crate::StoredElement;
@@ -11,7 +12,7 @@ use crate::quant;
 use crate::quant::{
     BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantFormat, RunMeaning, RunsViewMut, ScaleDtype,
 };
-use crate::tensor_info::ShardRange;
+use crate::tensor_info::{Patch, ShardRange};
 
 /// The least number of values that are decoded at once.
 const VALUES: usize = 1 << 16;
@@ -158,6 +159,45 @@ impl BlockParts {
         Ok(())
     }
 
+    /// Returns new bytes for the sources, given new values of the parameter `name`; `bytes` reads a
+    /// range.
+    ///
+    /// # Errors
+    /// User: a value is not finite, or too large for f16. Errors of `bytes`.
+    pub(crate) fn requantized<'a>(
+        &self,
+        name: &str,
+        values: &[f32],
+        bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
+    ) -> Result<Vec<Patch>> {
+        let mut patches = Vec::with_capacity(self.sources.len());
+        for (source, mut values) in self.sources.iter().zip(self.in_files(values)) {
+            if self.is_log_rate {
+                values.iter_mut().for_each(|value| *value = -value.exp());
+            } else if self.added != 0.0 {
+                values.iter_mut().for_each(|value| *value += self.added);
+            }
+            let bytes = requantize(name, &values, source.kind, bytes(&source.place)?)?;
+            patches.push(Patch { place: source.place.clone(), bytes });
+        }
+        Ok(patches)
+    }
+
+    /// Returns the values of each source in the order of its file.
+    fn in_files(&self, values: &[f32]) -> Vec<Vec<f32>> {
+        if let Some(order) = &self.order {
+            return order.in_files(values, self.sources.len());
+        }
+        let share = |values: &[f32]| {
+            let mut in_file = vec![0f32; values.len()];
+            for (row, line) in values.chunks_exact(self.columns.max(1)).enumerate() {
+                in_file[self.source_row(row) * self.columns..][..self.columns].copy_from_slice(line);
+            }
+            in_file
+        };
+        values.chunks_exact((self.rows * self.columns).max(1)).map(share).collect()
+    }
+
     fn decode(&self, sources: &[&[u8]], start: usize, mut out: &mut [f32]) {
         let mut at = start;
         let mut scratch = Vec::new();
@@ -224,6 +264,9 @@ mod tests {
         let mut values = [0f32; 15];
         parts.read(1, &mut values, |_| Ok(&bytes)).expect("in memory");
         assert!(values.iter().zip(1..).all(|(value, row)| *value == row as f32), "{values:?}");
+        let values: Vec<f32> = (0..16).map(|row| row as f32).collect();
+        let patches = parts.requantized("t", &values, |_| Ok(&bytes)).expect("in memory");
+        assert_eq!(patches[0].bytes, bytes);
     }
 
     /// The identities of models contain this text.

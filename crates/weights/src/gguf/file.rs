@@ -15,7 +15,8 @@ pub struct GgufFile {
     keys: BTreeMap<String, GgufValue>,
     /// The tensors by name, with the position of their file.
     tensors: BTreeMap<String, (usize, GgufTensor)>,
-    /// The keys of the first file with lists of f32, as tensors with a row for each number.
+    /// The keys of the first file with numbers or lists of f32, as tensors with a row for each
+    /// number.
     lists: BTreeMap<String, GgufTensor>,
 }
 
@@ -68,14 +69,20 @@ impl GgufFile {
         self.tensors.get(name).map(|(_, tensor)| tensor)
     }
 
-    /// Returns whether it has a tensor, or a list of numbers, of this name.
+    /// Returns whether it has a tensor, a number or a list of numbers of this name.
     pub fn has(&self, name: &str) -> bool {
         self.place(name).is_some()
     }
 
-    /// Returns the length of a list of numbers.
+    /// Returns the length of a list of numbers in f32; `None` for one number and for other keys.
     pub fn list_len(&self, key: &str) -> Option<usize> {
-        self.lists.get(key)?.shape.first().copied()
+        let is_list = matches!(self.key(key), Some(GgufValue::List(_)));
+        self.lists.get(key).filter(|_| is_list)?.shape.first().copied()
+    }
+
+    /// Returns whether a key is one number in f32.
+    pub fn is_number(&self, key: &str) -> bool {
+        self.lists.contains_key(key) && self.list_len(key).is_none()
     }
 
     /// Returns all tensors, sorted by name.
@@ -83,7 +90,7 @@ impl GgufFile {
         self.tensors.values().map(|(_, tensor)| tensor)
     }
 
-    /// Returns a tensor, or a list of numbers, with the position of its file.
+    /// Returns a tensor, a number or a list of numbers with the position of its file.
     pub(super) fn place(&self, name: &str) -> Option<(usize, &GgufTensor)> {
         let tensor = self.tensors.get(name).map(|(shard, tensor)| (*shard, tensor));
         tensor.or_else(|| self.lists.get(name).map(|list| (0, list)))

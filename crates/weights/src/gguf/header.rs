@@ -21,6 +21,8 @@ const ALIGNMENT: u64 = 32;
 const MAX_NAME_BYTES: u64 = 4096;
 /// The most values of all lists together: eight times those of the largest vocabulary in use.
 const MAX_VALUES: u64 = 1 << 23;
+/// The number of the type f32 of a value.
+const F32: u32 = 6;
 /// The most dimensions of a tensor in ggml.
 const MAX_DIMS: u32 = 4;
 
@@ -57,7 +59,7 @@ pub struct GgufTensor {
 pub(super) struct GgufHeader {
     pub(super) keys: BTreeMap<String, GgufValue>,
     pub(super) tensors: Vec<GgufTensor>,
-    /// The keys with lists of f32, as tensors with a row for each number.
+    /// The keys with numbers or lists of f32, as tensors with a row for each number.
     pub(super) lists: Vec<GgufTensor>,
 }
 
@@ -83,14 +85,14 @@ fn parse_checked(file: &[u8]) -> Result<GgufHeader, String> {
         let kind = reader.u32()?;
         let start = reader.at;
         let value = reader.value(kind).map_err(|cause| format!("key `{}`: {cause}", clip(&key)))?;
-        if let GgufValue::List(list) = &value {
-            // The type and the number of the values come first.
-            let range = start + 12..reader.at;
-            let is_f32 = file[start..].starts_with(&6u32.to_le_bytes()) && !list.is_empty();
-            let shape = vec![list.len(), 1];
-            let tensor = || GgufTensor { name: key.clone(), kind: BlockType::F32, shape, range };
-            lists.extend(is_f32.then(tensor));
-        }
+        // The type and the number of the values of a list come first.
+        let (count, before, is_f32) = match &value {
+            GgufValue::List(list) => (list.len(), 12, file[start..].starts_with(&F32.to_le_bytes())),
+            _ => (1, 0, kind == F32),
+        };
+        let range = start + before..reader.at;
+        let tensor = || GgufTensor { name: key.clone(), kind: BlockType::F32, shape: vec![count, 1], range };
+        lists.extend((is_f32 && count > 0).then(tensor));
         if keys.insert(key.clone(), value).is_some() {
             return Err(format!("key `{}` is in its header twice", clip(&key)));
         }
@@ -359,6 +361,11 @@ mod tests {
         let values: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|value| value.to_le_bytes()).collect();
         assert_eq!(of(6, 2, &values), Some((vec![2, 1], values.clone())));
         assert_eq!((of(12, 1, &values), of(6, 0, &[])), (None, None));
+        let one = [&6u32.to_le_bytes()[..], &values[..4]].concat();
+        let bytes = file(&one, &[], 0);
+        let lists = parse_checked(&bytes).expect("valid").lists;
+        assert_eq!((&lists[0].shape, &bytes[lists[0].range.clone()]), (&vec![1, 1], &values[..4]));
+        assert!(parse_checked(&file(&TRUE, &[], 0)).expect("valid").lists.is_empty());
     }
 
     /// Each would allocate what it claims, read another tensor, or end the process.

@@ -136,6 +136,29 @@ impl FileOrder {
             (at, out) = (at + count, rest);
         }
     }
+
+    /// Returns the values of each of `sources` tensors in the order of the file, given those of the
+    /// parameter: the reverse of [`FileOrder::decode`].
+    pub(super) fn in_files(&self, values: &[f32], sources: usize) -> Vec<Vec<f32>> {
+        let mut all: Vec<Vec<f32>> = (0..sources).map(|at| vec![0.0; self.elements(at)]).collect();
+        for (place, line) in self.rows.iter().zip(values.chunks_exact(self.row)) {
+            let (source, row) = (place.source as usize, place.row as usize);
+            let to = &mut all[source];
+            if let Some(heads) = self.transposed[source] {
+                let wide = to.len() / (heads * self.row).max(1);
+                let (head, inner) = (row / wide, row % wide);
+                for (column, value) in line.iter().enumerate() {
+                    to[(head * self.row + column) * wide + inner] = *value;
+                }
+            } else if self.columns.is_empty() || self.row == 1 {
+                to[row * self.row..][..self.row].copy_from_slice(line);
+            } else {
+                let to = &mut to[row * self.row..];
+                self.columns.iter().zip(line).for_each(|(column, value)| to[*column] = *value);
+            }
+        }
+        all
+    }
 }
 
 #[cfg(test)]
@@ -171,6 +194,9 @@ mod tests {
         let bytes: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
         let mut out = vec![0.0; count - 1];
         order.decode(&sources, &bytes, 1, &mut out);
+        let mut all = vec![0.0; count];
+        order.decode(&sources, &bytes, 0, &mut all);
+        assert_eq!(order.in_files(&all, stored.len()), stored, "there and back");
         out
     }
 

@@ -32,14 +32,14 @@ pub(super) fn index(file: &GgufFile, config: &ModelConfig, further_blocks: usize
     Ok(GgufIndex { file: file.path().to_owned(), parameters, notes })
 }
 
-/// Checks that keys have a list with a number for each layer.
+/// Checks that keys have a number for all layers, or a list with one for each.
 fn check_list(file: &GgufFile, config: &ModelConfig, keys: &[String]) -> Result<()> {
     let layers = config.num_layers();
-    let is_of_layers = |key: &&String| file.list_len(key) == Some(layers);
+    let is_of_layers = |key: &&String| file.is_number(key) || file.list_len(key) == Some(layers);
     keys.iter().find(|key| !is_of_layers(key)).map_or(Ok(()), |key| {
         let found = file.key(key).map_or("missing".to_owned(), shown);
         Err(file.refused(format!(
-            "its key `{key}` is {found}; accepted: a list with a number for each of the {layers} layers"
+            "its key `{key}` is {found}; accepted: a number, or a list with one for each of the {layers} layers"
         )))
     })
 }
@@ -57,7 +57,9 @@ fn parameter(file: &GgufFile, config: &ModelConfig, spec: &ParamSpec) -> GgufPar
     GgufParameter {
         tensors,
         expert: part.and_then(BlockPart::expert).map(usize::from),
-        position: places.iter().find_map(|place| place.of_list),
+        position: places
+            .iter()
+            .find_map(|place| if file.is_number(&place.name) { Some(0) } else { place.of_list }),
         half,
         shape: spec.shape.clone(),
         interleaved_heads: change.interleave_heads,

@@ -97,7 +97,7 @@ pub fn merge(
     options: &MergeOptions<'_>,
 ) -> Result<MergeReport> {
     let adapter = SavedAdapter::read(adapter)?.without(base.unread());
-    let (earlier, digest) = report::merges_before(base.folder(), &adapter)?;
+    let (earlier, digest) = report::merges_before(base, &adapter)?;
     let config = sidecar_files::read_config(base.folder())?;
     let modules = embeddings::modules(base, &Tie::new(base, &config), &adapter);
     let adapter = adapter.fitted(&modules)?;
@@ -110,12 +110,15 @@ pub fn merge(
         if options.requantize { plan.requantize(folder.path())? } else { plan.write(folder.path())? };
     let changes = plan.config_changes(options.requantize);
     let dtype = changes.dtype;
-    sidecar_files::copy(
-        base.folder(),
-        TokenizerFiles::of_adapter(adapter.folder(), base.folder())?.as_ref(),
-        folder.path(),
-        changes,
-    )?;
+    // A GGUF file has everything in itself.
+    if !(options.requantize && base.is_gguf()) {
+        sidecar_files::copy(
+            base.folder(),
+            TokenizerFiles::of_adapter(adapter.folder(), base.folder())?.as_ref(),
+            folder.path(),
+            changes,
+        )?;
+    }
     let record = MergeRecord {
         base: base.source().display().to_string(),
         base_values: words(options.base),
@@ -225,7 +228,7 @@ impl<'a> MergePlan<'a> {
             plan.files.push(MergeFile { name: file, outs, kept });
         }
         // The files of a GGUF model are no examples for those of a folder.
-        if base.source() != base.folder() {
+        if base.is_gguf() {
             plan.files = in_shards(plan.files);
         }
         Ok(plan)

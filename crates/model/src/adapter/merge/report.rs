@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::adapter::{SavedAdapter, WEIGHTS_FILE};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::weights;
+use crate::weights::{self, ModelFiles};
 
 /// The name of the file.
 pub const MERGE_FILE: &str = "merge.json";
@@ -79,24 +79,26 @@ impl MergeRecord {
     }
 }
 
-/// Returns the earlier merges of the model in `base`, and the digest of the adapter to be merged
-/// next.
+/// Returns the earlier merges of the model `base`, and the digest of the adapter to be merged next.
 ///
 /// # Errors
 /// User: the adapter is among the earlier merges.
-pub(super) fn merges_before(base: &Path, adapter: &SavedAdapter) -> Result<(Vec<MergeRecord>, String)> {
+pub(super) fn merges_before(base: &ModelFiles, adapter: &SavedAdapter) -> Result<(Vec<MergeRecord>, String)> {
     let path = adapter.folder().join(WEIGHTS_FILE);
     let mut hasher = blake3::Hasher::new();
     let file = input_file::open("read", &path)?;
     hasher.update_reader(file).map_err(|error| Error::io("read", &path, &error))?;
     let digest = hasher.finalize().to_hex().to_string();
-    let chain = MergeRecord::read(base)?.map(MergeRecord::chain).unwrap_or_default();
+    // The record of a GGUF file is beside it.
+    let source = base.source();
+    let folder = if base.is_gguf() { source.parent().unwrap_or(source) } else { base.folder() };
+    let chain = MergeRecord::read(folder)?.map(MergeRecord::chain).unwrap_or_default();
     match chain.iter().find(|record| record.adapter_blake3 == digest) {
         None => Ok((chain, digest)),
         Some(record) => Err(Error::user(format!(
             "cannot merge adapter {} into {}",
             adapter.folder().display(),
-            base.display()
+            source.display()
         ))
         .because(format!("the adapter is already merged: {MERGE_FILE} of the model names {}", record.adapter))
         .hint(format!("use the model as it is, or give its base as `--model`: {}", record.base))),

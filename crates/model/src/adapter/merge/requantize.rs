@@ -1,5 +1,5 @@
-//! Merges into the quantized format of the base: the files of the base with new bytes for the
-//! tensors that the adapter changes.
+//! Merges into the quantized format of the base: the files of the base, GGUF files too, with new
+//! bytes for the tensors that the adapter changes.
 
 use std::path::Path;
 
@@ -12,20 +12,14 @@ impl MergePlan<'_> {
     /// Checks that the merged weights fit into the files of the base.
     ///
     /// # Errors
-    /// User: the base is not quantized or is a GGUF file; the adapter belongs to the base quantized
-    /// once more, adds tokens, or separates a tied embedding from the head.
+    /// User: the base is neither quantized nor a GGUF file; the adapter belongs to the base
+    /// quantized once more, adds tokens, or separates a tied embedding from the head.
     pub(super) fn check_requantized(&self, values: BaseValues) -> Result<()> {
         let refused = |cause: String, hint: &str| {
             let base = self.base.source().display();
             Err(Error::user(format!("cannot merge into the format of {base}")).because(cause).hint(hint))
         };
-        if self.base.source() != self.base.folder() {
-            return refused(
-                "it is a GGUF file".into(),
-                "merge without `--requantize`, then write a new one: `finetune export --format gguf --type q4_k_m`",
-            );
-        }
-        if !self.base.names().any(|name| self.base.stored_format(name).is_some()) {
+        if !self.base.is_gguf() && !self.base.names().any(|name| self.base.stored_format(name).is_some()) {
             return refused(
                 "it is not quantized".into(),
                 "merge without `--requantize`; `finetune quantize` quantizes the merged model",

@@ -5,8 +5,8 @@
 //! y = out_proj(c · conv(b · x))
 //! ```
 //!
-//! The convolution begins anew at every sequence of the batch. Backward recomputes it and both
-//! products, which are elementwise.
+//! The convolution begins anew at every sequence of the batch, and may add a bias. Backward
+//! recomputes it and both products, which are elementwise.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -15,7 +15,9 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::ShortConvMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
+use crate::ops::attention::Span;
 use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
+use crate::ops::matmul::{add_bias, sum_rows};
 use crate::ops::{ColumnView, ColumnViewMut, empty};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::columns_of;
@@ -29,6 +31,8 @@ pub struct ShortConvWeights {
     pub input: MergedLinear,
     /// The weights of the convolution, `[C, W]`.
     pub conv: Param,
+    /// The bias of the convolution, `[C]`, if it has one.
+    pub bias: Option<Param>,
     /// The output projection, `out_proj`.
     pub out: MergedLinear,
 }
@@ -106,8 +110,7 @@ impl ShortConvWeights {
         let spans = pass.spans(state.is_some(), x.dim(0)?);
         let GatedInputs { b, c, x } = GatedInputs::of(&projected)?;
         let gated = (b * x)?;
-        let state = state.as_ref().map(|state| &state.0);
-        let convolved = causal_conv(ColumnView::all(&gated), self.conv(), &spans, state)?;
+        let convolved = self.convolved(&gated, &spans, state.as_ref().map(|state| &state.0))?;
         drop(gated);
         let product = (c * convolved)?;
         let (y, lora_out) = linear::forward(&self.out, &product, residual, pass.branch())?;
@@ -127,11 +130,14 @@ impl ShortConvWeights {
         drop(dout);
         let GatedInputs { b, c, x } = GatedInputs::of(&saved.projected)?;
         let gated = (&b * &x)?;
-        let convolved = causal_conv(ColumnView::all(&gated), self.conv(), spans, None)?;
+        let convolved = self.convolved(&gated, spans, None)?;
         if pending.reads_input() {
             pending.add(&(&c * &convolved)?)?;
         }
         let (dc, dconvolved) = ((&dproduct * convolved)?, (dproduct * c)?);
+        if let Some(grad) = self.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
+            sum_rows(grad, ColumnView::all(&dconvolved))?;
+        }
         let (rows, channels) = gated.dims2()?;
         let dgated = empty(rows, channels, gated.dtype(), gated.device())?;
         let (view, to, dconv) =
@@ -143,6 +149,15 @@ impl ShortConvWeights {
         let (dinput, pending) =
             linear::backward_first(&self.input, &saved.lora_input, &draw, branch, need_dx)?;
         Ok(MixerGradients { dinput, pending: pending.into() })
+    }
+
+    /// Returns the convolution of `gated: [N, C]`, with its bias.
+    fn convolved(&self, gated: &Tensor, spans: &[Span], state: Option<&TensorMut>) -> Result<Tensor> {
+        let convolved = causal_conv(ColumnView::all(gated), self.conv(), spans, state)?;
+        let Some(bias) = &self.bias else { return Ok(convolved) };
+        let convolved = TensorMut::new(convolved);
+        add_bias(ColumnViewMut::all(&convolved), &bias.value)?;
+        Ok(convolved.into_tensor())
     }
 
     fn conv(&self) -> ConvWeight<'_> {

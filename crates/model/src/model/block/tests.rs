@@ -16,7 +16,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 35] = [
+const MODELS: [&str; 36] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -62,6 +62,8 @@ const MODELS: [&str; 35] = [
     r#""model_type": "llama4_text", "intermediate_size_mlp": 20, "moe_layers": [], "no_rope_layers": [0, 1],
         "floor_scale": 4"#,
     r#""model_type": "lfm2", "full_attn_idxs": [1], "block_auto_adjust_ff_dim": false"#,
+    r#""model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": false,
+        "conv_bias": true"#,
     r#""model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, "num_experts": 3,
         "num_experts_per_tok": 3, "moe_intermediate_size": 8, "conv_L_cache": 4"#,
     r#""model_type": "apertus""#,

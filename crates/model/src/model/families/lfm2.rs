@@ -61,14 +61,12 @@ pub(super) fn compose_of(
 /// Reads the token mixer of each layer: by `layer_types`, or else attention in the layers that
 /// `full_attn_idxs` lists, and in all layers without such a list.
 pub(super) fn token_mixers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<TokenMixer>> {
-    if keys.bool_or("conv_bias", false)? {
-        return Err(refused("conv_bias", true, "false, null, no such key"));
-    }
     let kernel = keys.opt_usize("conv_L_cache")?.unwrap_or(3);
     if !(2..=64).contains(&kernel) {
         return Err(refused("conv_L_cache", kernel, "2 to 64"));
     }
-    let conv = ShortConvMixer { channels: sizes.hidden_size, kernel };
+    let conv =
+        ShortConvMixer { channels: sizes.hidden_size, kernel, bias: keys.bool_or("conv_bias", false)? };
     let attention = AttentionMixer { qk_norm: Some(QkNormWidth::Head), ..parts::attention(keys, sizes)? };
     let attends = match keys.get("layer_types") {
         Some(_) => None,

@@ -417,7 +417,7 @@ mod tests {
             ("cohere2", "layer_types", json!(["sliding_attention"])),
             ("hunyuan_v1_dense", "use_qk_norm", json!(false)),
             ("hunyuan_v1_dense", "use_cla", json!(true)),
-            ("lfm2", "conv_bias", json!(true)),
+            ("lfm2", "conv_bias", json!(1)),
             ("lfm2", "conv_L_cache", json!(1)),
             ("lfm2", "full_attn_idxs", json!(["1"])),
             ("lfm2", "layer_types", json!(["mamba", "conv"])),
