@@ -5,7 +5,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
 
-mod published_models;
 mod work_table;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -188,8 +187,8 @@ impl Shape {
     }
 }
 
-/// Writes a model with zero weights: headers and sparse data. If `packed`, linear layers are in FP8,
-/// with a scale for each block of 128 x 128.
+/// Writes a model with zero weights: headers and sparse data. If `packed`, its linear layers are in
+/// FP8, with a scale for each block of 128 x 128.
 fn write_model(folder: &Path, config: &Value, packed: bool) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -465,7 +464,6 @@ fn steps_ask_for_what_was_planned() {
     products_in_fp8();
     packed_weights_are_dequantized_twice();
     work_table::is_that_of_the_page();
-    published_models::are_those_of_the_page();
     let far: Vec<_> =
         planned_runs().into_iter().filter_map(|(shape, run)| far_from_plan(shape, run)).collect();
     assert!(far.is_empty(), "{far:#?}");
