@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
 
+mod published_models;
 mod work_table;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -464,6 +465,7 @@ fn steps_ask_for_what_was_planned() {
     products_in_fp8();
     packed_weights_are_dequantized_twice();
     work_table::is_that_of_the_page();
+    published_models::are_those_of_the_page();
     let far: Vec<_> =
         planned_runs().into_iter().filter_map(|(shape, run)| far_from_plan(shape, run)).collect();
     assert!(far.is_empty(), "{far:#?}");
