@@ -63,17 +63,21 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("qlora", &[(SHUFFLED, None), (FORWARD, Some("quantization.bf16_copy=true"))]);
 }
 
-/// Packed bases, whose panels a kernel makes: in f32, and in bf16 with the bits of the dequantized
-/// base.
+/// Packed bases, whose panels a kernel makes.
 #[test]
 fn lora_on_bases_that_stay_packed_follows_peft() {
     for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
-        let name = format!("lora_{format}");
-        follows_as(&name, ONE_RANK, &["--set", "model.dequantize=false"], &[FORWARD]);
-        follows_in_bf16(
-            &name,
-            &[(SHUFFLED, Some("model.dequantize=false")), (FORWARD, Some("model.dequantize=true"))],
-        );
+        let keep = ["--set", "model.dequantize=false"];
+        follows_as(&format!("lora_{format}"), ONE_RANK, &keep, &[FORWARD]);
+    }
+}
+
+/// In bf16 the panels of a late second queue have the bits of the dequantized base.
+#[test]
+fn bf16_over_a_packed_base_has_the_bits_of_the_dequantized_one() {
+    let runs = [(SHUFFLED, Some("model.dequantize=false")), (FORWARD, Some("model.dequantize=true"))];
+    for format in ["gptq", "fp8_block", "gguf_q4_k"] {
+        follows_in_bf16(&format!("lora_{format}"), &runs);
     }
 }
 

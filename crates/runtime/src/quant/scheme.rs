@@ -78,8 +78,8 @@ pub trait QuantScheme: Debug + Send + Sync {
     }
 }
 
-/// Facts of a format for products. A value is `table[code] * scale / divisor`, unless the format says
-/// otherwise.
+/// Facts of a format for products. A value in a format of blocks is
+/// `table[code] * scale / divisor`.
 #[derive(Debug, Clone, Copy)]
 pub struct ProductHint {
     /// Consecutive values that share a scale.

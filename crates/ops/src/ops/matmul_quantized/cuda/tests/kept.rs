@@ -85,7 +85,7 @@ fn blocks(kind: BlockType, shape: (usize, usize)) -> Result<Quantized> {
     let random = |at: usize| (at.wrapping_mul(2_654_435_761) >> 11) as u8;
     // Exponents of MXFP4 in turn.
     let byte = |at: usize| match kind {
-        BlockType::MXFP4 if at % size == 0 => (at / size) as u8,
+        BlockType::MXFP4 if at.is_multiple_of(size) => (at / size) as u8,
         _ => random(at),
     };
     let len = format.scheme().runs(shape.0 * shape.1)[0].elements;
