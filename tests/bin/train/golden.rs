@@ -192,10 +192,10 @@ fn lora_on_packed_bases_follows_peft() {
     }
 }
 
-/// The same bases, packed in memory. Those of GGUF's k-quants are not kept so.
+/// The same bases, packed in memory.
 #[test]
 fn lora_on_bases_that_stay_packed_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4"] {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
         golden_run::follows_as(
             &format!("lora_{format}"),
             ONE_RANK,

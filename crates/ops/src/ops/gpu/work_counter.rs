@@ -1,7 +1,7 @@
 //! A driver that runs nothing and counts the requested work: launches, products, bytes that kernels
 //! read and write, uploads and waits for the GPU. It gives the cost of a step on a GPU without a
 //! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
-//! counted.
+//! counted. Routers choose their experts in turn, so that all experts get as many rows.
 
 use std::convert::Infallible;
 use std::sync::{LazyLock, Mutex};
@@ -161,6 +161,16 @@ fn conflict(a: &Arg, b: &Arg) -> bool {
     are_memory && (a.is_written || b.is_written) && a.value < end(b) && b.value < end(a)
 }
 
+/// Writes the numbers of all `experts` in turn, u32, to the memory of an argument.
+fn choose_in_turn(ids: &Arg, experts: u64) {
+    let count = (ids.rows * ids.row_bytes) as usize / size_of::<u32>();
+    let first = std::ptr::with_exposed_provenance_mut::<u32>(ids.value as usize);
+    // SAFETY: on this driver a written argument is a tensor in the host's memory, which no other
+    // thread uses during its launch.
+    let ids = unsafe { std::slice::from_raw_parts_mut(first, count) };
+    ids.iter_mut().enumerate().for_each(|(at, id)| *id = (at as u64 % experts.max(1)) as u32);
+}
+
 static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
 
 /// Returns the work requested of the GPU since the process began.
@@ -180,6 +190,11 @@ impl Driver for LaunchCounter {
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
         if shape.is_empty() {
             return Ok(());
+        }
+        if let ("choose_experts_bf16" | "choose_experts_f32", [_, _, ids, _, _, experts, ..]) =
+            (kernel.name, args)
+        {
+            choose_in_turn(ids, experts.value);
         }
         with_requested(|asked| {
             asked.launched(args, false);
