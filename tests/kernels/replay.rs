@@ -9,11 +9,13 @@
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/logits.rs"]
 mod logits;
+mod panels;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, Sample};
@@ -61,6 +63,12 @@ unsafe impl GlobalAlloc for KeepingAllocator {
 
 #[global_allocator]
 static ALLOCATOR: KeepingAllocator = KeepingAllocator;
+
+/// Runs one test at a time: planned failures and the allocator are the process's.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Tokens of the micro-batch, in two sequences: enough for adapters with one input to be a group.
 const TOKENS: usize = 80;
@@ -239,6 +247,7 @@ const OTHERS: [&str; 4] = [
 
 #[test]
 fn recorded_passes_replay() {
+    let _alone = alone();
     selftest::emulate().unwrap();
     KEEPS.store(true, Relaxed);
     let mut bad = Vec::new();
@@ -255,4 +264,5 @@ fn recorded_passes_replay() {
     assert!(bad.is_empty(), "{bad:#?}");
     // The streams of dropout are numbers that change with each step.
     assert_eq!(replays(WHOLE[0], 0.1, Recompute::None), [false, false]);
+    KEEPS.store(false, Relaxed);
 }
