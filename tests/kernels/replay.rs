@@ -227,7 +227,7 @@ fn replays(family: &str, dropout: f64, recompute: Recompute) -> [bool; 2] {
 }
 
 /// Families whose blocks go through the driver as a whole.
-const WHOLE: [&str; 8] = [
+const WHOLE: [&str; 9] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "mistral""#,
     r#""model_type": "qwen2""#,
@@ -236,11 +236,11 @@ const WHOLE: [&str; 8] = [
     r#""model_type": "gemma2""#,
     r#""model_type": "gemma3_text""#,
     r#""model_type": "starcoder2""#,
+    r#""model_type": "granite", "residual_multiplier": 0.5"#,
 ];
 /// Families with work by candle in their blocks.
-const OTHERS: [&str; 4] = [
+const OTHERS: [&str; 3] = [
     r#""model_type": "olmo2""#,
-    r#""model_type": "granite", "residual_multiplier": 0.5"#,
     r#""model_type": "gpt_neox", "rotary_pct": 0.5"#,
     r#""model_type": "qwen3_5_text", "full_attention_interval": 1, "partial_rotary_factor": 0.5"#,
 ];
