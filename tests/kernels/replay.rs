@@ -292,5 +292,5 @@ fn replays_read_the_lists_of_their_spans() {
     // SAFETY: nothing is freed.
     unsafe { recorded.replay().unwrap() };
     assert_ne!(blocks.bits(&first), wanted);
-    assert!(recorded.uploads() == 0 && again.uploads() > 0, "{} uploads", again.uploads());
+    assert!(again.uploads() > recorded.uploads(), "the lists of tiles are uploaded again");
 }

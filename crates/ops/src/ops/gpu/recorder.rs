@@ -142,10 +142,10 @@ impl RecordedWork {
         self.0.iter().filter(|piece| matches!(piece, Piece::Upload(_))).count()
     }
 
-    /// Returns whether the pass ended while work of the second queue had not been waited for.
-    pub fn has_work_beside(&self) -> bool {
-        let begins = self.0.iter().filter(|piece| matches!(piece, Piece::Begin(_))).count();
-        begins > self.0.iter().filter(|piece| matches!(piece, Piece::End(_))).count()
+    /// Returns whether a wait for the second queue came last: a pass that failed while that queue
+    /// worked ends so.
+    pub fn ends_with_wait(&self) -> bool {
+        matches!(self.0.last(), Some(Piece::End(_)))
     }
 
     /// Returns the products that read what a kernel of `dequantize.cu` wrote, in their order.
