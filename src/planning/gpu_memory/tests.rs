@@ -103,7 +103,7 @@ fn panels_ahead_are_those_of_the_products_in_their_order() -> Result<()> {
     };
     let bytes = |out: usize, inputs: usize| (2 * out * inputs) as u64;
     let gemma = r#""model_type": "gemma4_text", "layer_types": ["full_attention"], "num_key_value_heads": 2,
-        "head_dim": 4, "global_head_dim": 4, "intermediate_size": 24"#;
+        "head_dim": 8, "global_head_dim": 8, "intermediate_size": 24"#;
     // Gemma 4 E2B: the gate of the per-layer input before its projection.
     let e2b = format!(r#"{gemma}, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 8"#);
     let (gate, projection) = (bytes(64, 16), bytes(16, 64));
@@ -113,7 +113,7 @@ fn panels_ahead_are_those_of_the_products_in_their_order() -> Result<()> {
         r#"{gemma}, "hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 64"#
     );
-    let (gate_up, o) = (bytes(2 * 64, 16), bytes(16, 4 * 4));
+    let (gate_up, o) = (bytes(2 * 64, 16), bytes(16, 4 * 8));
     assert_eq!(workspace(&both)?, [gate_up + o, gate_up]);
     // Without an MLP nothing waits beside experts, whose products make their own panels.
     let experts = r#""model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24,
@@ -128,7 +128,7 @@ fn panels_ahead_are_those_of_the_products_in_their_order() -> Result<()> {
     assert_eq!(workspace(latents)?, [q + kv, q.max(kv)]);
     // The first product of a pass makes its own panel, and the last one begins none.
     let dense = r#""model_type": "llama", "num_key_value_heads": 4, "intermediate_size": 4"#;
-    let qkv = bytes(3 * 16, 16);
+    let (qkv, o) = (bytes(3 * 16, 16), bytes(16, 16));
     assert_eq!(workspace(dense)?, [qkv + o, qkv]);
     Ok(())
 }
