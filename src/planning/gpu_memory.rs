@@ -348,8 +348,8 @@ impl BlockStep<'_> {
     }
 
     /// Returns the sums of tensors at the stages of a mixture of experts. The layers of one expert
-    /// stand for those of all, which are computed one after the other. An MLP beside them comes first
-    /// in both passes, so that the panel of the product after it waits meanwhile.
+    /// stand for those of all, which are computed one after the other. An MLP beside them comes
+    /// first in both passes, so that the panel of the product after it waits meanwhile.
     fn of_experts(&self, experts: &Experts) -> Vec<u64> {
         let (d, f, k) = (self.step.config.hidden_size, experts.width, experts.router.chosen);
         let (rows, copies) = (|width| self.step.rows(width), |width| self.step.rows(k * width));

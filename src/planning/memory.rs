@@ -44,8 +44,8 @@ pub struct MemoryPlan {
     /// Part of `workspace`: gathered or copied values, and gradients before accumulation or in
     /// flight.
     pub in_flight: u64,
-    /// Part of `workspace` that a run does without if its memory is short: dequantized matrices that
-    /// a GPU makes ahead of their products.
+    /// Part of `workspace` that a run does without if its memory is short: dequantized matrices
+    /// that a GPU makes ahead of their products.
     pub optional: u64,
     /// Bytes of a chunk's logits, which are in the workspace during the loss.
     pub logits: u64,

@@ -1,5 +1,5 @@
-//! Panels of quantized weights that are made ahead, in passes of the engine on the emulator: each is
-//! made beside the product before its own, and no run fails because of its memory.
+//! Panels of quantized weights that are made ahead, in passes of the engine on the emulator: each
+//! is made beside the product before its own, and no run fails because of its memory.
 
 use finetune::ops::{PanelProduct, RecordedWork, record};
 use finetune::quant::QuantFormat;
@@ -80,8 +80,8 @@ fn with_failure(dropout: f64, kind: PlannedFailure, number: usize) -> Outcome {
     start("pass", run).unwrap().join().unwrap()
 }
 
-/// Each request of a pass fails once in turn. While a panel is in the making, it is dropped, and the
-/// pass gives the same bits. At other times a run without panels would fail too.
+/// Each request of a pass fails once in turn. While a panel is in the making, it is dropped, and
+/// the pass gives the same bits. At other times a run without panels would fail too.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plan failures")]
 fn a_request_that_fails_drops_the_panel_in_the_making() {

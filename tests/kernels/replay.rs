@@ -280,7 +280,8 @@ fn recorded_passes_replay() {
     KEEPS.store(false, Relaxed);
 }
 
-/// A pass over other spans uploads their lists inside its first block, so a replay reads the old ones.
+/// A pass over other spans uploads their lists inside its first block, so a replay reads the old
+/// ones.
 fn replays_read_the_lists_of_their_spans() {
     let blocks = blocks(WHOLE[0], 0.0, Recompute::None);
     blocks.pass().unwrap();

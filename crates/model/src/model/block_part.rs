@@ -178,8 +178,8 @@ pub enum LinearGroup {
 
 impl LinearGroup {
     /// Returns the groups outside experts in the order of their products in a block's forward or
-    /// backward. Latents go through the projection of queries first in both. Not listed is the group
-    /// that makes the per-layer inputs of all blocks: one block alone multiplies by it.
+    /// backward. Latents go through the projection of queries first in both. Not listed is the
+    /// group that makes the per-layer inputs of all blocks: one block alone multiplies by it.
     pub fn in_order(in_backward: bool) -> [LinearGroup; 8] {
         use LinearGroup as G;
         if in_backward {

@@ -3,8 +3,9 @@
 //!
 //! A product takes its panel right before it multiplies, and then starts that of the next one. So
 //! at most two panels exist at a time, and until its product a panel is optional memory, which a
-//! request drops that finds too little. The first product of a block makes its own. The device waits
-//! for a panel that no product took when the pass ends: gathers of later blocks overwrite the codes.
+//! request drops that finds too little. The first product of a block makes its own. The device
+//! waits for a panel that no product took when the pass ends: gathers of later blocks overwrite the
+//! codes.
 
 #[cfg(test)]
 use std::cell::RefCell;

@@ -40,7 +40,7 @@ pub struct RecordedWork(Vec<Piece>);
 /// A product with dequantized weights, by indices into [`RecordedWork`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PanelProduct {
-    /// The product.
+    /// The product itself.
     pub product: usize,
     /// The begin of the work on the second queue that made its panel; none if it made its own.
     pub begin: Option<usize>,

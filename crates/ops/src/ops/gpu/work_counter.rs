@@ -17,8 +17,8 @@ use crate::locks::locked;
 /// bf16, an H100 295.
 const THIN: f64 = 100.0;
 
-/// Operations for each byte that a GPU moves meanwhile, as expected of an H100: 650 TFLOP/s and 2.25
-/// TB/s.
+/// Operations for each byte that a GPU moves meanwhile, as expected of an H100: 650 TFLOP/s and
+/// 2.25 TB/s.
 const BALANCE: f64 = 289.0;
 
 /// The work requested of a GPU.
@@ -32,8 +32,8 @@ pub struct GpuWork {
     pub gemms: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
-    /// Those of them by launches on a second queue that products hide: of a piece of work, at most as
-    /// many as a GPU of [`BALANCE`] moves during the products between its begin and its end.
+    /// Those of them by launches on a second queue that products hide: of a piece of work, at most
+    /// as many as a GPU of [`BALANCE`] moves during the products between its begin and its end.
     pub hidden_bytes: u64,
     /// Bytes that products read and write, each operand once.
     pub gemm_bytes: u64,
@@ -80,9 +80,9 @@ impl std::ops::Sub for GpuWork {
 
 impl GpuWork {
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
-    /// per second, twice as many operations of e4m3. Attention is bound by operations. Memory bounds
-    /// thin products, and kernels but for their hidden bytes. Other products are bound by the slower
-    /// of the two. The times add up.
+    /// per second, twice as many operations of e4m3. Attention is bound by operations. Memory
+    /// bounds thin products, and kernels but for their hidden bytes. Other products are bound by
+    /// the slower of the two. The times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
         let products = (self.gemm_flops - self.thin_flops - self.fp8_flops / 2.0) / flops;
         let operands = (self.gemm_bytes - self.thin_bytes) as f64 / bytes;
@@ -360,8 +360,8 @@ mod tests {
         gemm.map_or(Ok(()), |gemm| LaunchCounter.gemm(&gemm))
     }
 
-    /// Launches and bytes that are hidden behind products of these rows, of one launch on the second
-    /// queue that writes 4 MiB.
+    /// Launches and bytes that are hidden behind products of these rows, of one launch on the
+    /// second queue that writes 4 MiB.
     fn hidden(products: &[usize]) -> Result<[u64; 2]> {
         let x = TensorMut::zeros((1024, 1024), DType::F32, &Device::Cpu)?;
         let (before, write) = (requested_work(), Out::<f32>::all(&x)?.arg());
@@ -375,8 +375,8 @@ mod tests {
         Ok([found.launches_beside, found.hidden_bytes])
     }
 
-    /// The time of both is that of the slower one: a piece of work that nothing multiplies beside is
-    /// not hidden.
+    /// The time of both is that of the slower one: a piece of work that nothing multiplies beside
+    /// is not hidden.
     #[test]
     fn products_hide_at_most_their_own_time() -> Result<()> {
         let of_512 = (2.0 * 512f64.powi(3) / BALANCE) as u64;

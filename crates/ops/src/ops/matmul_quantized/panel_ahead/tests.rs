@@ -185,8 +185,8 @@ fn a_request_drops_the_panel_in_the_making() {
     assert!(calls(TWO, |panel| assert!(panel.is_none())).is_empty());
 }
 
-/// A panel that does not fit is refused at once: no other memory is given back for it, and it is not
-/// requested again.
+/// A panel that does not fit is refused at once: no other memory is given back for it, and it is
+/// not requested again.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plan failures")]
 fn a_panel_that_does_not_fit_is_requested_once() {
