@@ -2,8 +2,8 @@
 //! DoRA (arXiv 2402.09353).
 //!
 //! ```text
-//! LoRA   y += s · (drop(x) Aᵀ) Bᵀ DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z =
-//! drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
+//! LoRA   y += s · (drop(x) Aᵀ) Bᵀ
+//! DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z = drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
 //! ```
 //!
 //! The branch is computed in f32, as in PEFT (a CPU that multiplies bf16 rounds the factors beside
