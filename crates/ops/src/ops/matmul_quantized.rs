@@ -10,7 +10,7 @@ pub(super) mod cuda;
 mod grid;
 mod panel_ahead;
 
-pub use panel_ahead::{PanelAhead, panel_warning};
+pub use panel_ahead::PanelAhead;
 
 use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus};
 use super::gpu::{self, Route};

@@ -24,14 +24,6 @@ thread_local! {
 /// True from the first refusal on any thread until the run has reported it.
 static UNREPORTED: AtomicBool = AtomicBool::new(false);
 
-/// Returns a warning once after a thread of this process had too little memory for panels ahead.
-pub fn panel_warning() -> Option<&'static str> {
-    UNREPORTED.swap(false, Ordering::Relaxed).then_some(
-        "the GPU has too little memory to dequantize weights ahead of their products: each product dequantizes its \
-         own from now on; the results are the same",
-    )
-}
-
 fn refuse() {
     if !IS_REFUSED.replace(true) {
         UNREPORTED.store(true, Ordering::Relaxed);
@@ -98,6 +90,14 @@ impl PanelAhead {
     pub fn finish(mut self) -> Result<Tensor> {
         self.wait()?;
         Ok(self.panel.clone().into_tensor())
+    }
+
+    /// Returns a warning once after a thread of this process had too little memory for panels ahead.
+    pub fn warning() -> Option<&'static str> {
+        UNREPORTED.swap(false, Ordering::Relaxed).then_some(
+            "the GPU has too little memory to dequantize weights ahead of their products: each product dequantizes \
+             its own from now on; the results are the same",
+        )
     }
 
     /// Frees the panel for a request that found too little memory. This thread makes no more panels

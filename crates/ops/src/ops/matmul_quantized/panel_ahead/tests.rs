@@ -198,8 +198,8 @@ fn a_panel_that_does_not_fit_is_requested_once() {
     assert!(!PlannedFailure::OptionalRequest.cancel());
     assert!(calls(TWO, |panel| assert!(panel.is_none())).is_empty());
     assert!(slot.take().is_some());
-    assert!(panel_warning().is_some_and(|text| text.contains("too little memory")));
-    assert!(panel_warning().is_none());
+    assert!(PanelAhead::warning().is_some_and(|text| text.contains("too little memory")));
+    assert!(PanelAhead::warning().is_none());
 }
 
 /// Nor does work without memory fail; other failures are the caller's.
