@@ -92,7 +92,7 @@ impl PanelAhead {
         Ok(self.panel.clone().into_tensor())
     }
 
-    /// Returns a warning once after a thread of this process had too little memory for panels ahead.
+    /// Returns a warning once after a thread had too little memory for panels ahead.
     pub fn warning() -> Option<&'static str> {
         UNREPORTED.swap(false, Ordering::Relaxed).then_some(
             "the GPU has too little memory to dequantize weights ahead of their products: each product dequantizes \
