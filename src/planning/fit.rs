@@ -163,7 +163,9 @@ impl StepInputs<'_> {
         let Some((kind, why)) = picked else { return Ok(None) };
         let recompute = match (recipe.train.recompute, budget) {
             (AutoOr::Fixed(chosen), _) => chosen,
-            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.total() > bytes => Recompute::Block,
+            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.required() > bytes => {
+                Recompute::Block
+            }
             (AutoOr::Auto, _) => Recompute::None,
         };
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute)? };

@@ -59,7 +59,7 @@ impl Figures {
 
 /// Returns the same work on one queue.
 fn on_one_queue(work: [GpuWork; 2]) -> [GpuWork; 2] {
-    work.map(|work| GpuWork { launches_beside: 0, bytes_beside: 0, ..work })
+    work.map(|work| GpuWork { launches_beside: 0, hidden_bytes: 0, ..work })
 }
 
 /// A change of the engine, and a run before and after it.

@@ -176,6 +176,20 @@ pub enum LinearGroup {
     PerLayerModel,
 }
 
+impl LinearGroup {
+    /// Returns the groups outside experts in the order of their products in a block's forward or
+    /// backward. Latents go through the projection of queries first in both. Not listed is the
+    /// group that makes the per-layer inputs of all blocks: one block alone multiplies by it.
+    pub fn in_order(in_backward: bool) -> [LinearGroup; 8] {
+        use LinearGroup as G;
+        if in_backward {
+            [G::PerLayerProjection, G::PerLayerGate, G::Down, G::GateUp, G::O, G::QUp, G::KvUp, G::Qkv]
+        } else {
+            [G::Qkv, G::QUp, G::KvUp, G::O, G::GateUp, G::Down, G::PerLayerGate, G::PerLayerProjection]
+        }
+    }
+}
+
 impl BlockPart {
     /// Returns the number of the expert that it belongs to, if it belongs to one.
     pub fn expert(self) -> Option<u16> {

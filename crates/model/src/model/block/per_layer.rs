@@ -15,6 +15,7 @@ use super::{
     HalfEnds, LayerPass, MixerBackward, MixerGradients, MixerNorms, around_mixer, around_mixer_backward,
 };
 use crate::error::{Error, Result};
+use crate::model::block_part::LinearGroup;
 use crate::model::composition::PerLayerInput;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::{Carried, ModelConfig, Param};
@@ -84,10 +85,13 @@ impl PerLayerWeights {
         [&mut self.gate, &mut self.projection].into_iter().chain(model)
     }
 
-    /// Returns the linear layers of each block in the order of their products in forward. The one
-    /// that makes the inputs of all blocks makes its own panels.
-    pub(super) fn products(&self) -> [&MergedLinear; 2] {
-        [&self.gate, &self.projection]
+    /// Returns the layers of a group, if it is one of these.
+    pub(super) fn linear(&self, group: LinearGroup) -> Option<&MergedLinear> {
+        match group {
+            LinearGroup::PerLayerGate => Some(&self.gate),
+            LinearGroup::PerLayerProjection => Some(&self.projection),
+            _ => None,
+        }
     }
 
     /// Adds the block's input to the output `y: [N, D]` of its mixers. Also returns the tensors

@@ -3,12 +3,12 @@
 
 mod kept;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::Quantized;
 use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels, number};
-use crate::ops::matmul::empty;
+use crate::ops::matmul::{empty, empty_if_free};
 use crate::quant::{PanelKernel, QuantFormat, RunMeaning, dynamic_signed};
 use crate::runtime::TensorMut;
 
@@ -24,16 +24,30 @@ pub(in crate::ops) fn dequantize(
     weights: &[&Quantized],
     dtype: DType,
 ) -> Result<Tensor> {
-    let panel = unwritten(weights, dtype)?;
+    let (rows, cols) = panel_shape(weights)?;
+    let panel = empty(rows, cols, dtype, device_of(weights)?)?;
     fill(driver, &sources(weights)?, &panel)?;
     Ok(panel.into_tensor())
 }
 
-/// Allocates the panel of stacked matrices of one width, `[Σ out, in]` in `dtype`.
-pub(super) fn unwritten(weights: &[&Quantized], dtype: DType) -> Result<TensorMut> {
-    let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
+/// Allocates the panel of stacked matrices of one width, `[Σ out, in]` in `dtype`. Returns none if
+/// the device has not enough memory at once.
+pub(super) fn unwritten_if_free(weights: &[&Quantized], dtype: DType) -> Result<Option<TensorMut>> {
+    let (rows, cols) = panel_shape(weights)?;
+    empty_if_free(rows, cols, dtype, device_of(weights)?)
+}
+
+fn panel_shape(weights: &[&Quantized]) -> Result<(usize, usize)> {
     let rows = weights.iter().map(|weight| weight.shape.0).sum();
-    empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())
+    Ok((rows, first_of(weights)?.shape.1))
+}
+
+fn device_of<'a>(weights: &[&'a Quantized]) -> Result<&'a Device> {
+    Ok(first_of(weights)?.run(RunMeaning::Codes)?.device())
+}
+
+fn first_of<'a>(weights: &[&'a Quantized]) -> Result<&'a Quantized> {
+    weights.first().copied().ok_or_else(|| Error::internal("a panel without matrices"))
 }
 
 /// A matrix and the tables of its kernel on the device.

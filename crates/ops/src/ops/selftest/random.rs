@@ -197,6 +197,7 @@ proptest! {
         run in runs(),
     ) {
         check([elementwise::cases::add_case("", shape)], run, "add_")?;
+        check([elementwise::cases::scaled_case("", shape)], run, "scaled_")?;
         check(elementwise::cases::into_cases("", shape).into_iter().filter(|case| case.op == "add_into"), run, "add_into")?;
         let shapes = lengths.into_iter().map(Into::into).collect();
         check([elementwise::cases::squares_case("", shapes)], run, "sum_of_squares")?;
