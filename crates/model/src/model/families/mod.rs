@@ -18,6 +18,7 @@ mod falcon;
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma3n;
 mod gemma4;
 mod gguf_facts;
 mod glm4;
@@ -83,6 +84,7 @@ static FAMILIES: &[&Architecture] = &[
     &qwen3::QWEN3,
     &gemma2::GEMMA2,
     &gemma3::GEMMA3,
+    &gemma3n::GEMMA3N,
     &gemma4::GEMMA4,
     &phi3::PHI3,
     &granite::GRANITE,
@@ -215,7 +217,7 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl" | "qwen3_vl"
+        "gemma3" | "gemma3n" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl" | "qwen3_vl"
         | "qwen3_5" | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
