@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::block::{
-    ActivationWeights, AltUpWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
-    GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, LaurelWeights, MixerNorms, MlpAndExpertsWeights,
-    PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SharedExpertWeights, ShortConvWeights,
-    StreamEnds, TokenMixerWeights, XieluWeights,
+    ActivationWeights, AltUpWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights,
+    ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, LaurelWeights, MixerNorms,
+    MlpAndExpertsWeights, PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SharedExpertWeights,
+    ShortConvWeights, StreamEnds, TokenMixerWeights, XieluWeights,
 };
 use super::block_part::{BlockPart, LinearGroup, XIELU};
 use super::composition::{

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use super::ModelConfig;
 use super::block_part::{BlockPart, XIELU};
 use super::composition::{
-    AltUp, AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation, MlpAndExperts,
-    PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
+    AltUp, AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation,
+    MlpAndExperts, PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer,
+    TokenMixer, Values,
 };
 use crate::weights::{
     EMBED_PER_LAYER_MODULE, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts,
@@ -306,7 +307,8 @@ impl LayoutTable<'_> {
             self.norm(P::LaurelNorm, d, bias),
             self.norm(P::AltUpOutputScale, d, false),
         ];
-        let ends = [(P::StreamProjection as fn(u16) -> P, 0), (P::StreamUnprojection, self.0.num_layers() - 1)];
+        let ends =
+            [(P::StreamProjection as fn(u16) -> P, 0), (P::StreamUnprojection, self.0.num_layers() - 1)];
         for (part, _) in ends.into_iter().filter(|(_, end)| layer == *end) {
             rows.extend((1..s as u16).map(|stream| self.linear(part(stream - 1), (d, d), false)));
         }
@@ -319,7 +321,9 @@ impl LayoutTable<'_> {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
             ResidualPlan::ParallelTwoNorms => &[P::ParallelAttnNorm, P::ParallelMlpNorm],
             ResidualPlan::Parallel => &[P::AttnNorm],
-            ResidualPlan::PreAndPostNorm | ResidualPlan::AltUp(_) => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
+            ResidualPlan::PreAndPostNorm | ResidualPlan::AltUp(_) => {
+                &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm]
+            }
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };
         let bias = self.0.hidden_norm.has_bias();

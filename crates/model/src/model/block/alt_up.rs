@@ -90,7 +90,13 @@ struct PendingRouter<'w> {
 
 impl AltUpSaved {
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, without adapters.
-    pub(super) fn bytes(alt_up: &AltUp, config: &ModelConfig, is_last: bool, tokens: usize, dtype: DType) -> usize {
+    pub(super) fn bytes(
+        alt_up: &AltUp,
+        config: &ModelConfig,
+        is_last: bool,
+        tokens: usize,
+        dtype: DType,
+    ) -> usize {
         let (s, d) = (alt_up.streams, config.hidden_size);
         let of_streams = if is_last { 2 * s * d } else { s * d };
         let width = of_streams + 2 * d + alt_up.laurel_rank + 3 * s + s * s;
@@ -209,8 +215,7 @@ fn token_half_backward(
         return Err(Error::internal("a block with AltUp without its norms"));
     };
     let half = MixerBackward { dout: after.backward(config, out, &dhalf, None, None)?, need_dx: true };
-    let MixerGradients { dinput, pending } =
-        w.token_mixer.backward(pass, &saved.token_mixer, half, state)?;
+    let MixerGradients { dinput, pending } = w.token_mixer.backward(pass, &saved.token_mixer, half, state)?;
     let dinput = dinput.ok_or_else(|| Error::internal("a token mixer without the gradient of its input"))?;
     let (of_laurel, pending_laurel) = alt_up.laurel.backward(pass, &kept.laurel, &dhalf)?;
     let dnormed = add(&add(&dinput, &of_laurel)?, &dhalf)?;

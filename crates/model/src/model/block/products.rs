@@ -25,7 +25,8 @@ impl BlockWeights {
         let of_input = self.per_layer.iter().flat_map(PerLayerWeights::products);
         let of_channels = of_input.rev().chain(self.channel_mixer.products().into_iter().rev());
         let mut all: Vec<_> = of_channels.chain(self.token_mixer.products(true)).collect();
-        if !need_dx && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
+        // AltUp always reads the gradient of attention's input.
+        if !need_dx && self.alt_up.is_none() && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
             all.pop();
         }
         all

@@ -7,6 +7,7 @@ use super::channel_mixer::ChannelMixerSaved;
 use super::per_layer::PerLayerSaved;
 use super::token_mixer::TokenMixerSaved;
 use crate::model::ModelConfig;
+use crate::model::block_part::BlockPart;
 use crate::model::composition::{AltUp, PerLayerInput};
 use crate::model::layout::{BlockLayout, BlockModule};
 use crate::model::lora::{BranchSaved, LoraShape};
@@ -74,7 +75,9 @@ impl BlockSaved {
         let linears = || layout.linears();
         // The parts of the whole model keep nothing.
         let outside = linears().filter(|module| module.part.expert().is_none() && !module.part.is_of_model());
-        let lora = outside.map(|module| branch(module, tokens)).sum::<usize>()
+        // AltUp uses its router twice.
+        let uses = |module: &BlockModule| if module.part == BlockPart::AltUpRouter { 2 } else { 1 };
+        let lora = outside.map(|module| uses(module) * branch(module, tokens)).sum::<usize>()
             + block.channel_mixer.experts().map_or(0, |experts| {
                 // All experts together see each token as often as experts are chosen for it.
                 let inside = || linears().filter(|module| module.part.expert().is_some());
@@ -114,6 +117,13 @@ impl BlockSaved {
         let of_streams = alt_up.iter().flat_map(AltUpSaved::tensors);
         let of_input = per_layer.iter().flat_map(PerLayerSaved::tensors);
         let mixers = token_mixer.tensors().into_iter().chain(channel_mixer.tensors());
-        [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).chain(of_input).chain(of_streams).collect()
+        [x, h]
+            .into_iter()
+            .chain(token_out)
+            .chain(channel_out)
+            .chain(mixers)
+            .chain(of_input)
+            .chain(of_streams)
+            .collect()
     }
 }

@@ -5,7 +5,8 @@ use candle_core::{CpuStorage, Device, Storage};
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
 use crate::model::{
-    BlockLayout, BlockModule, Linear, Lora, LoraShape, Param, ParamSpec, Role, RotaryTables, TokenRows, WeightMatrix, modules, parameters,
+    BlockLayout, BlockModule, Linear, Lora, LoraShape, Param, ParamSpec, Role, RotaryTables, TokenRows,
+    WeightMatrix, modules, parameters,
 };
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;

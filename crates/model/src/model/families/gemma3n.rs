@@ -106,9 +106,9 @@ fn inner_widths(keys: &ConfigReader<'_>) -> Result<Vec<usize>> {
     };
     let width = |value: &Value| {
         let width = value.as_u64().filter(|width| (1..=MOST_WIDE as u64).contains(width));
-        width.map(|width| width as usize).ok_or_else(|| {
-            refused(key, value, &format!("1 to {MOST_WIDE}, or such a number for each layer"))
-        })
+        width
+            .map(|width| width as usize)
+            .ok_or_else(|| refused(key, value, &format!("1 to {MOST_WIDE}, or such a number for each layer")))
     };
     widths.iter().map(width).collect()
 }

@@ -90,7 +90,13 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
-    Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false, own_width: None, gate_deviations: None })
+    Ok(GatedMlp {
+        activation: activation(keys)?,
+        bias: false,
+        fused: false,
+        own_width: None,
+        gate_deviations: None,
+    })
 }
 
 /// Reads an MLP without a gate; `default` is the family's activation.

@@ -47,7 +47,8 @@ impl PendingGradients<'_> {
         let join = |of: &PendingWeight<'_>, other: &PendingWeight<'_>| -> Result<Tensor> {
             Ok(Tensor::cat(&[&of.dy, &other.dy], 0)?)
         };
-        let weights = weights.into_iter().map(|(of, other)| Ok(PendingWeight { dy: join(&of, &other)?, ..of }));
+        let weights =
+            weights.into_iter().map(|(of, other)| Ok(PendingWeight { dy: join(&of, &other)?, ..of }));
         let weights = weights.collect::<Result<_>>()?;
         PendingGradients { weights, ..PendingGradients::default() }.add(&Tensor::cat(&[x, other_x], 0)?)
     }
