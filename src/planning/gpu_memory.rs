@@ -251,8 +251,8 @@ impl BlockStep<'_> {
         stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>() + self.of_streams()
     }
 
-    /// Returns the bytes of the f32 tensors of AltUp, over all stages: the streams, their predictions,
-    /// the gradients of both, and a sum of products; 0 with one hidden state.
+    /// Returns the bytes of the f32 tensors of AltUp, over all stages: the streams, their
+    /// predictions, the gradients of both, and a sum of products; 0 with one hidden state.
     fn of_streams(&self) -> u64 {
         let config = self.step.config;
         let width = config.streams_width();

@@ -15,6 +15,7 @@
 //! (`PendingGradients`).
 
 mod alt_up;
+mod alt_up_saved;
 mod attention;
 mod carried;
 mod channel_mixer;

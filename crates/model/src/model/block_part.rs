@@ -194,7 +194,7 @@ pub enum LinearGroup {
     PerLayerProjection,
     /// The projection of embeddings to the per-layer inputs of all blocks.
     PerLayerModel,
-    /// AltUp's router.
+    /// The router of AltUp's streams.
     AltUpRouter,
     /// AltUp's factors of predictions.
     AltUpPrediction,

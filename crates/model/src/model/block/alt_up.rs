@@ -15,16 +15,16 @@
 
 use candle_core::{DType, Tensor};
 
+use super::alt_up_saved::{AltUpSaved, Factors};
 use super::carried::{Carried, CarriedBackward};
-use super::laurel::{LaurelSaved, LaurelWeights};
+use super::laurel::LaurelWeights;
 use super::streams::{StreamEnds, join, split};
 use super::{
     BlockCache, BlockSaved, BlockWeights, HalfEnds, LayerPass, MixerBackward, MixerGradients, Norm,
     PerLayerWeights, around_mixer, around_mixer_backward,
 };
 use crate::error::{Error, Result};
-use crate::model::composition::AltUp;
-use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
+use crate::model::linear::{self, MergedLinear, PendingGradients};
 use crate::model::lora::BranchContext;
 use crate::model::{ModelConfig, Param};
 use crate::ops::elementwise::{add, scaled};
@@ -56,63 +56,11 @@ pub struct AltUpWeights {
     pub ends: StreamEnds,
 }
 
-/// The tensors that backward needs beside those of the block.
-#[derive(Debug, Clone)]
-pub(super) struct AltUpSaved {
-    /// The predicted streams, `[N, S D]`.
-    predicted: Tensor,
-    predict: Factors,
-    /// The output of both mixers, `[N, D]`.
-    activated: Tensor,
-    correct: Factors,
-    laurel: LaurelSaved,
-    /// The streams after the last block, `[N, S D]`.
-    last: Option<Tensor>,
-}
-
-/// Factors on streams, and how they came.
-#[derive(Debug, Clone)]
-struct Factors {
-    /// The values of the router, `[N, S]`.
-    routed: Tensor,
-    /// `[N, S S]` or `[N, S]`.
-    factors: Tensor,
-    lora_router: LoraSaved,
-    lora_factors: LoraSaved,
-}
-
 /// Gradients of the router that wait for its second use.
 struct PendingRouter<'w> {
     pending: PendingGradients<'w>,
     /// The router's input, `[N, D]`.
     inputs: Tensor,
-}
-
-impl AltUpSaved {
-    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, without adapters.
-    pub(super) fn bytes(
-        alt_up: &AltUp,
-        config: &ModelConfig,
-        is_last: bool,
-        tokens: usize,
-        dtype: DType,
-    ) -> usize {
-        let (s, d) = (alt_up.streams, config.hidden_size);
-        let of_streams = if is_last { 2 * s * d } else { s * d };
-        let width = of_streams + 2 * d + alt_up.laurel_rank + 3 * s + s * s;
-        tokens * width * dtype.size_in_bytes()
-    }
-
-    /// Returns all tensors that it holds.
-    #[cfg(test)]
-    pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let AltUpSaved { predicted, predict, activated, correct, laurel, last } = self;
-        let of_factors = [predict, correct].into_iter().flat_map(|factors| {
-            let Factors { routed, factors, lora_router, lora_factors } = factors;
-            [routed, factors].into_iter().chain(lora_router.tensors()).chain(lora_factors.tensors())
-        });
-        [predicted, activated].into_iter().chain(last).chain(of_factors).chain(laurel.tensors()).collect()
-    }
 }
 
 /// Computes a block with AltUp, like [`forward`](super::forward).
@@ -249,8 +197,8 @@ impl AltUpWeights {
         Ok(Factors { routed, factors, lora_router, lora_factors })
     }
 
-    /// Returns the gradient of the router's own input `x: [N, D]`, from that of the factors, and the
-    /// router's gradients that need its input.
+    /// Returns the gradient of the router's own input `x: [N, D]`, from that of the factors, and
+    /// the router's gradients that need its input.
     fn factors_backward<'w>(
         &'w self,
         pass: LayerPass<'_>,

@@ -1,4 +1,5 @@
-//! A learned residual of low rank beside attention (LAuReL, arXiv 2411.07501), forward and backward.
+//! A learned residual of low rank beside attention (LAuReL, arXiv 2411.07501), forward and
+//! backward.
 //!
 //! ```text
 //! y = norm(right(left(x)))
@@ -25,7 +26,7 @@ pub struct LaurelWeights {
 /// The tensors that backward needs.
 #[derive(Debug, Clone)]
 pub(super) struct LaurelSaved {
-    /// `[N, R]`.
+    /// The output of the first projection, `[N, R]`.
     inner: Tensor,
     /// The output before the norm, `[N, D]`.
     out: Tensor,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::alt_up::AltUpSaved;
+use super::alt_up_saved::AltUpSaved;
 use super::channel_mixer::ChannelMixerSaved;
 use super::per_layer::PerLayerSaved;
 use super::token_mixer::TokenMixerSaved;

@@ -43,8 +43,8 @@ impl StreamEnds {
         !self.unproject.is_empty()
     }
 
-    /// Returns the `count` streams of a block's input, `[N, D]` f32 each: made of `x: [N, D]` in the
-    /// first block.
+    /// Returns the `count` streams of a block's input, `[N, D]` f32 each: made of `x: [N, D]` in
+    /// the first block.
     pub(super) fn streams(&self, pass: LayerPass<'_>, x: &Tensor, count: usize) -> Result<Vec<Tensor>> {
         let Some(project) = &self.project else { return split(x, count) };
         let (projected, _) = projected(pass, project, x)?;

@@ -1,6 +1,6 @@
-//! Gemma 3n, text only: several hidden states of which blocks compute one (AltUp), a residual of low
-//! rank, inputs of each block as in Gemma 4 E2B, keys and values that the last blocks share, and
-//! gates that are cut off in the first blocks. Per layer of full attention it has four with a
+//! Gemma 3n, text only: several hidden states of which blocks compute one (AltUp), a residual of
+//! low rank, inputs of each block as in Gemma 4 E2B, keys and values that the last blocks share,
+//! and gates that are cut off in the first blocks. Per layer of full attention it has four with a
 //! sliding window and a rope of their own.
 
 use serde_json::Value;
