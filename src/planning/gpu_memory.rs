@@ -253,7 +253,18 @@ impl BlockStep<'_> {
         let stages = of_tokens.into_iter().chain(of_channels).chain(self.of_per_layer_input());
         let groups = LinearGroup::in_order(false).into_iter().chain([LinearGroup::PerLayerModel]);
         let kept = groups.filter(|group| self.keeps_panel(*group));
-        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
+        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>() + self.of_streams()
+    }
+
+    /// Returns the bytes of the f32 tensors of AltUp, over all stages: the streams, their
+    /// predictions, the gradients of both, and a sum of products; 0 with one hidden state.
+    fn of_streams(&self) -> u64 {
+        let config = self.step.config;
+        let width = config.streams_width();
+        if width == config.hidden_size {
+            return 0;
+        }
+        (self.step.tokens * 5 * width * F32) as u64
     }
 
     /// Returns the values of a token that live together in the backward of a token mixer between

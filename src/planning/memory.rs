@@ -480,7 +480,10 @@ fn staged_bytes(options: &MemoryOptions<'_>, longest: u64) -> u64 {
 /// Returns the values a token of the gradients of a block's widest tensors, which backward holds
 /// beside the recomputed ones.
 fn temporary_values(config: &ModelConfig) -> usize {
-    let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
+    // Several hidden states are split in f32, and so are their gradients.
+    let width = config.streams_width();
+    let streams = if width > config.hidden_size { 4 * width } else { 0 };
+    let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size + streams;
     // The first block makes the inputs of all blocks.
     2 * widest.max(2 * config.per_layer_width(config.num_layers()))
 }

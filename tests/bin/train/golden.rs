@@ -174,6 +174,14 @@ fn gemma4_follows_transformers_and_peft() {
     follows("lora_tables_gemma4-e2b");
 }
 
+/// Three hidden states of which a block computes one, a residual of low rank, gates that are cut off,
+/// layers of other widths, and a table of per-layer inputs with fewer rows than the embedding.
+#[test]
+fn gemma3n_follows_transformers_and_peft() {
+    follows("lora_gemma3n");
+    follows("full_gemma3n");
+}
+
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.
 #[test]
 fn gated_deltanet_follows_transformers_and_peft() {

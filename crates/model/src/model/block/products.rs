@@ -20,7 +20,9 @@ impl BlockWeights {
     /// Returns the same in the order of their products in backward. Without `need_dx` the first
     /// layer of the block has none.
     pub(super) fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
-        let need_dx = need_dx || self.token_norms.before.as_ref().is_some_and(Norm::trains);
+        // AltUp always reads the gradient of attention's input.
+        let need_dx =
+            need_dx || self.alt_up.is_some() || self.token_norms.before.as_ref().is_some_and(Norm::trains);
         self.in_order(true, |group| need_dx || group != LinearGroup::Qkv)
     }
 
