@@ -91,9 +91,10 @@ pub(super) fn forward(
         *stream = (&*stream + &of_input)?;
     }
     let y = join(&streams, dtype)?;
-    let (y, last) = match alt_up.ends.is_last() {
-        true => (alt_up.ends.one_of(pass, &y, alt_up.streams)?, Some(y)),
-        false => (y, None),
+    let (y, last) = if alt_up.ends.is_last() {
+        (alt_up.ends.one_of(pass, &y, alt_up.streams)?, Some(y))
+    } else {
+        (y, None)
     };
     let alt_up = AltUpSaved { predicted, predict, activated, correct, laurel, last };
     let saved = BlockSaved {

@@ -17,7 +17,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 36] = [
+const MODELS: [&str; 37] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,

@@ -61,9 +61,10 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let attention = parts::attention(keys, sizes)?;
     let (mlp, experts) = (gemma::mlp(keys)?, experts(keys)?);
     let per_layer_input = per_layer_input(keys, mlp.activation, is_unified)?;
-    let wide = match keys.bool_or("use_double_wide_mlp", false)? {
-        true => Some(2 * keys.size("intermediate_size", MOST_WIDE)?),
-        false => None,
+    let wide = if keys.bool_or("use_double_wide_mlp", false)? {
+        Some(2 * keys.size("intermediate_size", MOST_WIDE)?)
+    } else {
+        None
     };
     let block = |(kind, sharing): (usize, Sharing)| {
         let reads = matches!(sharing, Sharing::Read { .. });
