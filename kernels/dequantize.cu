@@ -7,7 +7,7 @@
 // flattened matrix, a range of rows, with blocks of 256 threads, one per 8192 values (bf16) or 4096
 // (f32). Sixteen bytes are written at once if `start` and `block_size` are multiples of 8 and the
 // addresses allow it; otherwise each thread writes single values.
-#include "compat.cuh"
+#include "codes.cuh"
 
 namespace {
 
@@ -20,6 +20,7 @@ constexpr int STORES = 4;
 constexpr int NESTED_BLOCK = 256;
 
 enum Codes { FOUR_BITS, EIGHT_BITS, ROWS };
+template <Codes C> constexpr int BITS = C == FOUR_BITS ? 4 : 8;
 
 // The scale of each block, or if `nested` is set its code in `map`: map[code] * scales[block / 256]
 // + offset.
@@ -31,17 +32,6 @@ struct BlockScales {
     DEVICE float of(int64_t block) const {
         if (nested.is_null()) return scales.load(block);
         return map.load(nested.load(block)) * scales.load(block / NESTED_BLOCK) + offset;
-    }
-};
-
-// The number of values of a block, with constants for a fast division by it.
-struct BlockSize {
-    uint32_t size;
-    int32_t shift;
-    DEVICE int64_t block_of(int64_t at) const {
-        if (shift >= 0) return at >> shift;
-        if (at >> 32 == 0) return uint32_t(at) / size;
-        return int64_t(uint64_t(at) / size);
     }
 };
 
@@ -58,27 +48,6 @@ template <Codes C> DEVICE inline float scaled(float value, float scale) {
     return C == ROWS ? value * scale * (1.0f / 127.0f) : value * scale;
 }
 
-// Returns the codes of V values from value `at` on, the first `there` of which exist, in memory
-// order.
-template <Codes C, int V> DEVICE inline Bytes8 codes_at(In<uint8_t> codes, int64_t at, int there) {
-    constexpr int BYTES = C == FOUR_BITS ? V / 2 : V;
-    Bytes8 packed{{0, 0}};
-    int64_t first = C == FOUR_BITS ? at / 2 : at;
-    if (there == V) {
-        if (BYTES == 8) return codes.load8(first);
-        if (BYTES == 4) return Bytes8{{codes.load4(first), 0}};
-    }
-    int bytes = C == FOUR_BITS ? (there + 1) / 2 : there;
-    UNROLL for (int i = 0; i < BYTES; i++)
-        if (i < bytes) packed.word[i / 4] |= uint32_t(codes.load(first + i)) << (8 * (i % 4));
-    return packed;
-}
-
-template <Codes C> DEVICE inline uint32_t code_of(const Bytes8 &packed, int i) {
-    if (C == FOUR_BITS) return (packed.word[0] >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0))) & 15u;
-    return (packed.word[i / 4] >> (8 * (i % 4))) & 255u;
-}
-
 // Writes sixteen bytes per store: groups of V values, neighbours in neighbouring lanes.
 template <class T, Codes C>
 DEVICE inline void whole_groups(In<uint8_t> codes, BlockScales scales, BlockSize size, Out<T> panel, int64_t start,
@@ -89,14 +58,14 @@ DEVICE inline void whole_groups(In<uint8_t> codes, BlockScales scales, BlockSize
     UNROLL for (int s = 0; s < STORES; s++) {
         int64_t at = first + (s * THREADS + int(threadIdx.x)) * V;
         int there = int(count - at < V ? count - at : V);
-        packed[s] = codes_at<C, V>(codes, start + at, there);
+        packed[s] = codes_at<BITS<C>, V>(codes, start + at, there);
         scale[s] = there > 0 ? scales.of(size.block_of(start + at)) : 0.0f;
     }
     UNROLL for (int s = 0; s < STORES; s++) {
         int64_t at = first + (s * THREADS + int(threadIdx.x)) * V;
         float value[V];
         UNROLL for (int i = 0; i < V; i++)
-            value[i] = scaled<C>(look_up<C>(code_of<C>(packed[s], i), lane_value, table), scale[s]);
+            value[i] = scaled<C>(look_up<C>(code_of<BITS<C>>(packed[s], i), lane_value, table), scale[s]);
         if (at + V <= count) {
             panel.store16(at, bytes_of<T>([&](int i) { return value[i]; }));
         } else {
@@ -114,9 +83,7 @@ DEVICE inline void single_values(In<uint8_t> codes, BlockScales scales, BlockSiz
         int64_t at = first + s * THREADS + int(threadIdx.x);
         bool there = at < count;
         int64_t place = start + (there ? at : 0);
-        uint32_t code = codes.load(C == FOUR_BITS ? place / 2 : place);
-        if (C == FOUR_BITS) code = place % 2 == 0 ? code >> 4 : code & 15u;
-        float value = look_up<C>(code, lane_value, table);
+        float value = look_up<C>(code_at<BITS<C>>(codes, place), lane_value, table);
         if (there) panel.store(at, nearest<T>(scaled<C>(value, scales.of(size.block_of(place)))));
     }
 }

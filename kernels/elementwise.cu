@@ -1,5 +1,5 @@
-// Elementwise operations: sums of two tensors, biases, DoRA's factors of columns, gathered
-// rows. f32 inside, each result rounded once, so the results are bit-identical to
+// Elementwise operations: sums of two tensors, products with a number, biases, DoRA's factors of
+// columns, gathered rows. f32 inside, each result rounded once, so the results are bit-identical to
 // src/ops/elementwise.rs, matmul.rs and dora.rs.
 //
 // Blocks have 256 threads. Accesses are 16 bytes (8 for bf16 beside f32) if addresses and pitches
@@ -57,6 +57,17 @@ template <class T> DEVICE inline void add(In<T> a, In<T> b, Out<T> y, int64_t co
             UNROLL for (int i = 0; i < V; i++) sum[i] += values[i];
         },
         [&](int64_t at) { y.store(at, nearest<T>(widen(a.load(at)) + widen(b.load(at)))); });
+}
+
+template <class T> DEVICE inline void scaled(In<T> x, Out<T> y, float factor, int64_t count) {
+    constexpr int V = PER16<T>;
+    over_tensor<T, V>(
+        y, count, x.is_aligned(16) && y.is_aligned(16),
+        [&](float(&values)[V], int64_t at) {
+            load_values<T, V>(values, x, at);
+            UNROLL for (int i = 0; i < V; i++) values[i] *= factor;
+        },
+        [&](int64_t at) { y.store(at, nearest<T>(widen(x.load(at)) * factor)); });
 }
 
 // Processes the columns of one row, a block's work: `whole(c)` for V of them from c on, `single(c)`
@@ -141,6 +152,12 @@ KERNEL BOUNDS(256, 4) add_bf16(In<bf16> a, In<bf16> b, Out<bf16> y, int64_t coun
 
 // y = a + b. One block for each 4096 values.
 KERNEL BOUNDS(256, 4) add_f32(In<float> a, In<float> b, Out<float> y, int64_t count) { add(a, b, y, count); }
+
+// y = factor * x. One block for each 8192 values.
+KERNEL BOUNDS(256, 4) scaled_bf16(In<bf16> x, Out<bf16> y, float factor, int64_t count) { scaled(x, y, factor, count); }
+
+// y = factor * x. One block for each 4096 values.
+KERNEL BOUNDS(256, 4) scaled_f32(In<float> x, Out<float> y, float factor, int64_t count) { scaled(x, y, factor, count); }
 
 // `dst[n, j] = factors[j] * x[n, j]`, or if `accumulate` is not 0 `dst[n, j] +=` that. One block
 // per row.

@@ -36,7 +36,6 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let gpus = args.gpus.as_ref().map(|gpus| gpus.0.as_slice());
     let ranks = args.ranks.map(usize::from);
     let engine = engine_on(hardware.as_ref(), gpus, ranks, &recipe)?;
-    found.base.check_packed(engine.traits)?;
     let calibration =
         args.calibration.as_ref().map(|file| measured_for(&folder.join(file), &engine)).transpose()?;
     let speeds = calibration.as_ref().map(Calibration::source);

@@ -424,21 +424,6 @@ impl BaseModel {
         descs(&self.config, trains, keeping)
     }
 
-    /// Refuses to keep packed weights on a device without kernels for them.
-    ///
-    /// # Errors
-    /// The user's: `model.dequantize` is false, and the device is a GPU.
-    pub(crate) fn check_packed(&self, traits: DeviceTraits) -> Result<()> {
-        match self.format {
-            Some(format) if format.is_kept() && !traits.on_host() => {
-                Err(Error::user("cannot keep packed weights on a GPU (`model.dequantize = false`)")
-                    .because(format!("no kernel dequantizes {}", format.scheme().describe()))
-                    .hint("remove `dequantize`; `quantization.kind = \"nf4\"` then takes less memory"))
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Checks by headers that the files hold exactly the tensors of config.json, in its shapes.
     ///
     /// # Errors
@@ -506,7 +491,6 @@ impl BaseModel {
         options: &EngineOptions,
     ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
         self.check(trains)?;
-        self.check_packed(options.traits)?;
         let adapter_setup = trains.adapter();
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
         let descs = self.descs(trains, Some(options))?;

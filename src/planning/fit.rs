@@ -118,11 +118,9 @@ impl StepInputs<'_> {
     /// Refuses what a run of `recipe` with this strategy cannot compute.
     ///
     /// # Errors
-    /// No operation would read the bf16 copy; the device cannot keep packed weights; the run cannot
-    /// multiply in fp8.
+    /// No operation would read the bf16 copy; the run cannot multiply in fp8.
     pub(crate) fn check(&self, recipe: &Recipe, kind: ShardingStrategy) -> Result<()> {
         bf16_copy::check(recipe, self.engine, kind)?;
-        self.base.check_packed(self.engine.traits)?;
         fp8_base::check(recipe, &self.base.config, self.engine)
     }
 
@@ -165,7 +163,9 @@ impl StepInputs<'_> {
         let Some((kind, why)) = picked else { return Ok(None) };
         let recompute = match (recipe.train.recompute, budget) {
             (AutoOr::Fixed(chosen), _) => chosen,
-            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.total() > bytes => Recompute::Block,
+            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.required() > bytes => {
+                Recompute::Block
+            }
             (AutoOr::Auto, _) => Recompute::None,
         };
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute)? };

@@ -17,28 +17,6 @@ use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
-/// Groups of layers outside experts, in the order of their products in forward and in backward.
-/// The group that makes the per-layer inputs of all blocks makes its own panels.
-const FORWARD_ORDER: [LinearGroup; 8] = [
-    LinearGroup::Qkv,
-    LinearGroup::QUp,
-    LinearGroup::KvUp,
-    LinearGroup::O,
-    LinearGroup::GateUp,
-    LinearGroup::Down,
-    LinearGroup::PerLayerGate,
-    LinearGroup::PerLayerProjection,
-];
-const BACKWARD_ORDER: [LinearGroup; 8] = [
-    LinearGroup::PerLayerProjection,
-    LinearGroup::PerLayerGate,
-    LinearGroup::Down,
-    LinearGroup::GateUp,
-    LinearGroup::O,
-    LinearGroup::QUp,
-    LinearGroup::KvUp,
-    LinearGroup::Qkv,
-];
 /// Bytes that NCCL holds on a GPU for a communicator: buffers of its channels and connections. An
 /// assumption: users report 0.3 to 1.5 GB on hosts of 8 GPUs.
 pub(crate) const COMMUNICATOR: u64 = 500_000_000;
@@ -78,6 +56,27 @@ pub(super) struct GpuStep<'a> {
     keeps_codes: bool,
     /// True if a product in fp8 multiplies by the scales itself.
     scales_rows: bool,
+}
+
+/// Peak bytes of transient tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Workspace {
+    /// With the panels that a second queue makes ahead.
+    pub(super) all: u64,
+    /// Without them: a run makes none ahead if its memory is short.
+    pub(super) required: u64,
+}
+
+impl Workspace {
+    /// Returns a workspace that is required.
+    pub(super) fn of(bytes: u64) -> Self {
+        Workspace { all: bytes, required: bytes }
+    }
+
+    /// Returns the larger of this and of `bytes` required bytes.
+    pub(super) fn at_least(self, bytes: u64) -> Self {
+        Workspace { all: self.all.max(bytes), required: self.required.max(bytes) }
+    }
 }
 
 /// A block as far as it decides transient memory.
@@ -174,7 +173,13 @@ impl<'a> GpuStep<'a> {
     /// Returns the peak bytes beside the kept activations, which are the same during the loss and
     /// the backward of a block. The backward of the last block reuses the buffers of the loss, so
     /// only the larger of the two counts. `saved` are the bytes that each block keeps.
-    pub(super) fn workspace(&self, recompute: Recompute, saved: &[SavedBytes]) -> u64 {
+    pub(super) fn workspace(&self, recompute: Recompute, saved: &[SavedBytes]) -> Workspace {
+        let [all, required] = [true, false].map(|ahead| self.peak(recompute, saved, ahead));
+        Workspace { all, required }
+    }
+
+    /// Returns the peak with or without panels that are made ahead.
+    fn peak(&self, recompute: Recompute, saved: &[SavedBytes], has_panels_ahead: bool) -> u64 {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
@@ -185,7 +190,7 @@ impl<'a> GpuStep<'a> {
             Recompute::Block => 0,
         };
         let of_block = |(shape, last): &(BlockShape, usize)| {
-            let temporaries = BlockStep { step: self, shape, keeps_panels }.temporaries();
+            let temporaries = BlockStep { step: self, shape, keeps_panels, has_panels_ahead }.temporaries();
             temporaries.saturating_sub(freed(*last) as u64)
         };
         let temporaries = self.blocks.iter().map(of_block).max().unwrap_or(0);
@@ -204,6 +209,8 @@ struct BlockStep<'a> {
     shape: &'a BlockShape,
     /// True if a panel that recomputing and backward both read is kept.
     keeps_panels: bool,
+    /// True if the memory suffices to make panels ahead.
+    has_panels_ahead: bool,
 }
 
 impl BlockStep<'_> {
@@ -239,16 +246,25 @@ impl BlockStep<'_> {
         };
         if self.shape.has_both {
             of_channels.extend(self.of_mlp(self.shape.mlp_width));
-            // Beside each of both: the gradients of their sum and of their input, the other's
-            // output, and the panel of the product after both.
-            let after = self.panel_ahead(LinearGroup::GateUp, true);
-            let beside = rows(3 * d) + after.max(self.panel_ahead(LinearGroup::Down, false));
-            of_channels.iter_mut().for_each(|bytes| *bytes += beside);
+            // Beside each of both: the gradients of their sum and of their input, and the other's
+            // output.
+            of_channels.iter_mut().for_each(|bytes| *bytes += rows(3 * d));
         }
         let stages = of_tokens.into_iter().chain(of_channels).chain(self.of_per_layer_input());
-        let groups = FORWARD_ORDER.into_iter().chain([LinearGroup::PerLayerModel]);
+        let groups = LinearGroup::in_order(false).into_iter().chain([LinearGroup::PerLayerModel]);
         let kept = groups.filter(|group| self.keeps_panel(*group));
-        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>()
+        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>() + self.of_streams()
+    }
+
+    /// Returns the bytes of the f32 tensors of AltUp, over all stages: the streams, their
+    /// predictions, the gradients of both, and a sum of products; 0 with one hidden state.
+    fn of_streams(&self) -> u64 {
+        let config = self.step.config;
+        let width = config.streams_width();
+        if width == config.hidden_size {
+            return 0;
+        }
+        (self.step.tokens * 5 * width * F32) as u64
     }
 
     /// Returns the values of a token that live together in the backward of a token mixer between
@@ -343,7 +359,8 @@ impl BlockStep<'_> {
     }
 
     /// Returns the sums of tensors at the stages of a mixture of experts. The layers of one expert
-    /// stand for those of all, which are computed one after the other.
+    /// stand for those of all, which are computed one after the other. An MLP beside them comes
+    /// first in both passes, so that the panel of the product after it waits meanwhile.
     fn of_experts(&self, experts: &Experts) -> Vec<u64> {
         let (d, f, k) = (self.step.config.hidden_size, experts.width, experts.router.chosen);
         let (rows, copies) = (|width| self.step.rows(width), |width| self.step.rows(k * width));
@@ -360,7 +377,7 @@ impl BlockStep<'_> {
             let most = through.map(|group| self.product_backward(group)).into_iter().max();
             rows(2 * d + 3 * shared.width) + copies(d) + waiting + most.unwrap_or(0)
         });
-        vec![
+        let backward = [
             of_shared,
             // The copies of the output's gradient through the down projections.
             rows(d) + copies(d + f) + self.product_backward(down),
@@ -371,12 +388,19 @@ impl BlockStep<'_> {
             rows(3 * d) + copies(d),
             // The input is copied again for the gradients of its layers.
             rows(4 * d) + copies(d) + waiting + waiting_shared,
-            // Forward: the copies of the input; the product and the weighted one; the copies of the
-            // output.
+        ];
+        // The copies of the input; the product and the weighted one; the copies of the output.
+        let forward = [
             rows(2 * d) + copies(d) + self.product_forward(gate_up),
             rows(2 * d) + copies(2 * f),
             rows(2 * d) + copies(f + d) + self.product_forward(down),
-        ]
+        ];
+        let [after_down, after_gate_up] =
+            [(LinearGroup::Down, false), (LinearGroup::GateUp, true)].map(|(group, in_backward)| {
+                if self.shape.has_both { self.panel_ahead(group, in_backward) } else { 0 }
+            });
+        let backward = backward.map(|bytes| bytes + after_gate_up);
+        backward.into_iter().chain(forward.map(|bytes| bytes + after_down)).collect()
     }
 
     /// True if the panel of a group is kept from recomputing to the end of the block's backward.
@@ -483,7 +507,10 @@ impl BlockStep<'_> {
     /// Returns the bytes of the panel that a second queue makes from the product of `group` on, for
     /// the next product that dequantizes, as in `model::PanelsAhead`.
     fn panel_ahead(&self, group: LinearGroup, in_backward: bool) -> u64 {
-        let order = if in_backward { BACKWARD_ORDER } else { FORWARD_ORDER };
+        if !self.has_panels_ahead {
+            return 0;
+        }
+        let order = LinearGroup::in_order(in_backward);
         let Some(place) = order.iter().position(|product| *product == group) else { return 0 };
         let dequantizes = |group: &&LinearGroup| self.dequantizes(**group);
         let (begun, later) = order.split_at(place + 1);
@@ -499,8 +526,10 @@ impl BlockStep<'_> {
 
     /// True if the panel of a group's forward is made during the product before it.
     fn is_made_ahead(&self, group: LinearGroup) -> bool {
-        let first = FORWARD_ORDER.into_iter().find(|group| self.dequantizes(*group));
-        self.dequantizes(group) && FORWARD_ORDER.contains(&group) && first != Some(group)
+        let order = LinearGroup::in_order(false);
+        let first = order.into_iter().find(|group| self.dequantizes(*group));
+        let is_later = order.contains(&group) && first != Some(group);
+        self.has_panels_ahead && is_later && self.dequantizes(group)
     }
 
     /// Returns the bytes beside input and output during the forward of a group.
@@ -512,9 +541,13 @@ impl BlockStep<'_> {
         if self.has_dora(group) {
             return panel + dropped + ahead;
         }
-        // Branches come before a product of weights, and after a panel that was made ahead.
-        let both = if self.is_made_ahead(group) { panel + dropped } else { panel.max(dropped) };
-        both + self.shared_a(group) + ahead
+        // Branches come before a product of weights, and before the next panel is begun.
+        let begun = match (self.dequantizes(group), self.is_made_ahead(group)) {
+            (true, true) => panel,
+            (true, false) => 0,
+            (false, _) => ahead,
+        };
+        (begun + dropped.max(self.shared_a(group))).max(panel + ahead)
     }
 
     /// Returns the sum of the ranks of a group's adapters.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::carried::carried_bytes;
-use super::gpu_memory::{Fp8Weights, GpuStep, nccl_bytes};
+use super::gpu_memory::{Fp8Weights, GpuStep, Workspace, nccl_bytes};
 use super::loss_path::LossPath;
 use super::moment::{MomentBytes, for_a_moment};
 use crate::collective::Phase;
@@ -44,6 +44,9 @@ pub struct MemoryPlan {
     /// Part of `workspace`: gathered or copied values, and gradients before accumulation or in
     /// flight.
     pub in_flight: u64,
+    /// Part of `workspace` that a run does without if its memory is short: dequantized matrices
+    /// that a GPU makes ahead of their products.
+    pub optional: u64,
     /// Bytes of a chunk's logits, which are in the workspace during the loss.
     pub logits: u64,
     /// Copies of trained tensors for a checkpoint, until the files are written.
@@ -63,6 +66,11 @@ impl MemoryPlan {
     pub fn total(&self) -> u64 {
         let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
         step + self.saving + self.nccl + self.process
+    }
+
+    /// Returns the least sum on the device with which a step runs.
+    pub(crate) fn required(&self) -> u64 {
+        self.total() - self.optional
     }
 
     /// Returns the sum of the tensors, and on the host of the process that holds them.
@@ -193,13 +201,12 @@ impl MemoryPlan {
         let of_objective = options.objective.bytes_per_token * *tokens;
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
         memory.logits = (of_head + of_objective) as u64;
-        memory.workspace = memory.in_flight;
         // Blocks keep nothing while it is whole.
         let table = table.most().saturating_sub(kept);
-        memory.workspace += match on_gpu {
-            None => temporaries.max(table) + memory.logits,
-            Some(step) => step.workspace(recompute, saved).max(table),
-        };
+        let on_host = || Workspace::of(temporaries.max(table) + memory.logits);
+        let of_step = on_gpu.as_ref().map(|step| step.workspace(recompute, saved).at_least(table));
+        let Workspace { all, required } = of_step.unwrap_or_else(on_host);
+        (memory.workspace, memory.optional) = (memory.in_flight + all, all - required);
         if options.over_nccl {
             memory.nccl = nccl_bytes(options.kind, options.mesh, descs);
         }
@@ -473,7 +480,10 @@ fn staged_bytes(options: &MemoryOptions<'_>, longest: u64) -> u64 {
 /// Returns the values a token of the gradients of a block's widest tensors, which backward holds
 /// beside the recomputed ones.
 fn temporary_values(config: &ModelConfig) -> usize {
-    let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size;
+    // Several hidden states are split in f32, and so are their gradients.
+    let width = config.streams_width();
+    let streams = if width > config.hidden_size { 4 * width } else { 0 };
+    let widest = widest_channels(config) + config.token_mixer_width() + 4 * config.hidden_size + streams;
     // The first block makes the inputs of all blocks.
     2 * widest.max(2 * config.per_layer_width(config.num_layers()))
 }

@@ -36,7 +36,7 @@ impl StepInputs<'_> {
         let single = self.fit(&of(1), world)?;
         let budget = self.budget(world.all);
         let fits = |fit: &ParallelDecision| {
-            budget.is_none_or(|bytes| fit.memory.total() - fit.memory.process <= bytes)
+            budget.is_none_or(|bytes| fit.memory.required() - fit.memory.process <= bytes)
         };
         let mut best = of(1);
         for size in (2..=rows).filter(|size| rows.is_multiple_of(*size)) {

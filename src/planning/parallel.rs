@@ -155,7 +155,7 @@ pub(super) fn pick_strategy(
         (ShardingStrategy::Fsdp, "fsdp, which needs least, fits"),
     ];
     for (kind, why) in strategies {
-        let needed = needed(kind)?.total();
+        let needed = needed(kind)?.required();
         if needed <= budget {
             let [need, have] = [needed, budget].map(units::bytes);
             return Ok(Some((kind, Some(format!("{why}: {need} a rank, {have} are available")))));

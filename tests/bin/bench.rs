@@ -117,6 +117,9 @@ fn every_operation_is_measured() {
     scale_rows_backward (384x768) bf16 gbps
     combine_rows (384x64) bf16 gbps
     dequantize (128x64, nf4, double quantization) bf16 gbps
+    dequantize (128x64, int4 with zeros, groups of 128) bf16 gbps
+    dequantize (128x64, fp8, blocks of 128x128) bf16 gbps
+    dequantize (128x256, q4_K) bf16 gbps
     weight_norm (128x64, r 16) bf16 gbps
     embed (48 of 480x64) bf16 gbps
     embed_backward (48 of 480x64) bf16 gbps

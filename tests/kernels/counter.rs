@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
 
+mod published_models;
 mod work_table;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -165,42 +166,62 @@ const PLANNED: [Shape; 4] = [
     },
 ];
 
-/// Writes a model of a shape with zero weights: headers and sparse data.
-fn write_model(folder: &Path, shape: &Shape) {
+impl Shape {
+    /// Returns its config.json.
+    fn config(&self) -> Value {
+        let [heads, kv_heads, head_dim] = self.heads;
+        json!({
+            "model_type": self.family,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": self.vocab,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": false,
+        })
+    }
+}
+
+/// Writes a model with zero weights: headers and sparse data. If `packed`, its linear layers are in
+/// FP8, with a scale for each block of 128 x 128.
+fn write_model(folder: &Path, config: &Value, packed: bool) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(golden.join(file), folder.join(file)).unwrap();
     }
-    let [heads, kv_heads, head_dim] = shape.heads;
-    let config = json!({
-        "model_type": shape.family,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": shape.vocab,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": false,
-    })
-    .to_string();
-    std::fs::write(folder.join("config.json"), &config).unwrap();
+    let mut config = config.clone();
+    let specs = parameters(&ModelConfig::from_json(&config.to_string(), "config.json").unwrap());
+    if packed {
+        config["quantization_config"] = json!({ "quant_method": "fp8", "weight_block_size": [128, 128] });
+    }
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let (mut header, mut at) = (Map::new(), 0);
-    for spec in parameters(&ModelConfig::from_json(&config, "config.json").unwrap()) {
-        let end = at + 2 * spec.len() as u64;
-        header.insert(spec.name, json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [at, end] }));
+    let mut add = |name: String, dtype: &str, shape: &[usize], size: usize| {
+        let end = at + size * shape.iter().product::<usize>();
+        header.insert(name, json!({ "dtype": dtype, "shape": shape, "data_offsets": [at, end] }));
         at = end;
+    };
+    for spec in specs {
+        if packed && spec.name.ends_with("proj.weight") {
+            let blocks: Vec<usize> = spec.shape.iter().map(|length| length.div_ceil(128)).collect();
+            add(format!("{}_scale_inv", spec.name), "F32", &blocks, 4);
+            add(spec.name, "F8_E4M3", &spec.shape, 1);
+        } else {
+            add(spec.name, "BF16", &spec.shape, 2);
+        }
     }
     let header = Value::Object(header).to_string();
     let mut start = (header.len() as u64).to_le_bytes().to_vec();
     start.extend(header.as_bytes());
     let path = folder.join("model.safetensors");
     std::fs::write(&path, &start).unwrap();
-    std::fs::File::options().write(true).open(path).unwrap().set_len(start.len() as u64 + at).unwrap();
+    std::fs::File::options().write(true).open(path).unwrap().set_len((start.len() + at) as u64).unwrap();
 }
 
 /// The method of a run.
@@ -214,6 +235,8 @@ enum Mode {
     LoraFp8,
     DoraFp8,
     Lora,
+    /// Over a base in FP8 that stays packed in memory.
+    LoraPacked,
     Dora,
     Full,
 }
@@ -238,11 +261,16 @@ struct Loaded {
     _folder: tempfile::TempDir,
 }
 
-/// Loads a run on rows of 2,048 tokens, two to a micro-batch.
 fn load(shape: &Shape, run: Run) -> Loaded {
+    load_model(&shape.config(), run)
+}
+
+/// Loads a run on rows of 2,048 tokens, two to a micro-batch.
+fn load_model(config: &Value, run: Run) -> Loaded {
     let Run { mode, recompute, dropout, accumulation } = run;
     let folder = tempfile::tempdir().unwrap();
-    write_model(folder.path(), shape);
+    let packed = mode == Mode::LoraPacked;
+    write_model(folder.path(), config, packed);
     let row =
         json!({ "text": "the quick brown fox jumps over the lazy dog ".repeat(300) }).to_string() + "\n";
     std::fs::write(folder.path().join("rows.jsonl"), row.repeat(2 * 4 * accumulation)).unwrap();
@@ -257,12 +285,13 @@ fn load(shape: &Shape, run: Run) -> Loaded {
         "{}{}[data]\nformat = \"text\"\npacking = false\nmax_seq_len = 2048\n[train]\nmax_steps = 3\n\
          micro_batch_size = 2\ngradient_accumulation_steps = {accumulation}\nrecompute = \"{}\"\n\
          base_products = \"{}\"\n\
-         [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\n\
+         [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\ndequantize = {}\n\
          [checkpoint]\nsave_steps = \"never\"\n",
         if matches!(mode, Mode::Qlora | Mode::QloraFp8) || copy { &quantization } else { "" },
         if mode == Mode::Full { "" } else { &adapter },
         if recompute { "block" } else { "none" },
         if matches!(mode, Mode::QloraFp8 | Mode::LoraFp8 | Mode::DoraFp8) { "fp8" } else { "dtype" },
+        !packed,
     );
     let layers = RecipeLayers {
         recipe: Some(RecipeText { name: "counted".into(), text, folder: folder.path().into() }),
@@ -408,6 +437,23 @@ fn products_in_fp8() {
     assert!(seconds(fp8) < 0.8 * seconds(bf16), "{} {}", seconds(fp8), seconds(bf16));
 }
 
+/// A base in FP8 that stays packed is dequantized in each pass, by as many launches as one in NF4,
+/// and as many of them beside products.
+fn packed_weights_are_dequantized_twice() {
+    let of_block = |mode| {
+        let [two, four] = counted(mode, false).step;
+        four - two
+    };
+    let [dense, packed, nf4] = [Mode::Lora, Mode::LoraPacked, Mode::Qlora].map(of_block);
+    assert_eq!((packed.launches, packed.launches_beside), (nf4.launches, nf4.launches_beside));
+    assert_eq!(packed.gemm_flops, dense.gemm_flops);
+    let [heads, kv_heads, head_dim] = WIDE.heads;
+    let matrices = WIDE.hidden * (2 * heads + 2 * kv_heads) * head_dim + 3 * WIDE.hidden * WIDE.intermediate;
+    // Codes, scales and panels of two blocks, forward and backward.
+    let bytes = 2 * 2 * (matrices + 4 * matrices / (128 * 128) + 2 * matrices);
+    assert_eq!(packed.kernel_bytes - dense.kernel_bytes, bytes as u64);
+}
+
 /// A single test, since the counters are global to the process.
 #[test]
 fn steps_ask_for_what_was_planned() {
@@ -417,7 +463,9 @@ fn steps_ask_for_what_was_planned() {
     assert_eq!(recomputed, recomputed_flops());
     recomputing_shares_panels();
     products_in_fp8();
+    packed_weights_are_dequantized_twice();
     work_table::is_that_of_the_page();
+    published_models::are_those_of_the_page();
     let far: Vec<_> =
         planned_runs().into_iter().filter_map(|(shape, run)| far_from_plan(shape, run)).collect();
     assert!(far.is_empty(), "{far:#?}");
@@ -440,6 +488,8 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
         (0.0, Mode::QloraFp8, 2),
         (0.0, Mode::LoraFp8, 3),
         (0.0, Mode::DoraFp8, 2),
+        (0.0, Mode::LoraPacked, 2),
+        (0.0, Mode::LoraPacked, 3),
     ];
     let special = special.map(|(dropout, mode, i)| (&PLANNED[2], Run { dropout, ..run(i, mode) }));
     plain.chain(special).collect()

@@ -15,7 +15,7 @@ mod logits;
 
 use std::process::Command;
 
-use golden_run::{ONE_RANK, Split, follows_in_bf16, follows_with, golden};
+use golden_run::{ONE_RANK, Split, follows_as, follows_in_bf16, follows_with, golden};
 
 /// Runs threads in order and completes copies at once.
 const FORWARD: (&str, &str) = ("FINETUNE_EMULATE", "forward");
@@ -61,6 +61,24 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("lora_tokens", &[(FORWARD, None), (SHUFFLED, None)]);
     follows_in_bf16("dora", &[(SHUFFLED, None)]);
     follows_in_bf16("qlora", &[(SHUFFLED, None), (FORWARD, Some("quantization.bf16_copy=true"))]);
+}
+
+/// Packed bases, whose panels a kernel makes.
+#[test]
+fn lora_on_bases_that_stay_packed_follows_peft() {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
+        let keep = ["--set", "model.dequantize=false"];
+        follows_as(&format!("lora_{format}"), ONE_RANK, &keep, &[FORWARD]);
+    }
+}
+
+/// In bf16 the panels of a late second queue have the bits of the dequantized base.
+#[test]
+fn bf16_over_a_packed_base_has_the_bits_of_the_dequantized_one() {
+    let runs = [(SHUFFLED, Some("model.dequantize=false")), (FORWARD, Some("model.dequantize=true"))];
+    for format in ["gptq", "fp8_block", "gguf_q4_k"] {
+        follows_in_bf16(&format!("lora_{format}"), &runs);
+    }
 }
 
 /// The frozen weights in fp8, by the emulated products of codes.

@@ -12,17 +12,13 @@ use super::{Counted, LAYERS, Mode, WIDE, counted};
 const FLOPS: f64 = 650e12;
 const BYTES: f64 = 2.25e12;
 
-/// Marks of the page around the table.
-const BEGIN: &str = "<!-- counted by tests/kernels/work_table.rs -->\n";
-const END: &str = "<!-- end -->\n";
-
 /// The figures of a row.
 #[derive(Clone, Copy)]
-struct Figures {
+pub(super) struct Figures {
     /// Launches and products.
-    calls: f64,
-    bytes: f64,
-    secs: f64,
+    pub(super) calls: f64,
+    pub(super) bytes: f64,
+    pub(super) secs: f64,
 }
 
 impl Figures {
@@ -44,9 +40,14 @@ impl Figures {
     }
 
     /// Extrapolates from the work of 2 and of 4 layers to [`LAYERS`].
-    fn extended([few, more]: [GpuWork; 2]) -> Self {
+    fn extended(work: [GpuWork; 2]) -> Self {
+        Self::with_more(work, (LAYERS - 2) as f64 / 2.0)
+    }
+
+    /// Adds `times` times the difference of two models to the smaller one.
+    pub(super) fn with_more([few, more]: [GpuWork; 2], times: f64) -> Self {
         let (few, more) = (Figures::of(few), Figures::of(more));
-        few.plus((LAYERS - 2) as f64 / 2.0, more.plus(-1.0, few))
+        few.plus(times, more.plus(-1.0, few))
     }
 
     /// Returns the figures of one layer.
@@ -58,7 +59,7 @@ impl Figures {
 
 /// Returns the same work on one queue.
 fn on_one_queue(work: [GpuWork; 2]) -> [GpuWork; 2] {
-    work.map(|work| GpuWork { launches_beside: 0, bytes_beside: 0, ..work })
+    work.map(|work| GpuWork { launches_beside: 0, hidden_bytes: 0, ..work })
 }
 
 /// A change of the engine, and a run before and after it.
@@ -82,8 +83,9 @@ fn rows() -> Vec<Row> {
     let whole = serial.plus(layers, forward);
     // It repeats all but the last product of all blocks but the last, and then makes panels again.
     let three_panels = recompute_serial.plus(layers - 1.0, others);
-    let steps = [Mode::Lora, Mode::LoraFp8, Mode::QloraFp8].map(|mode| counted(mode, false).step);
-    let [lora, lora_fp8, qlora_fp8] = steps.map(Figures::extended);
+    let modes = [Mode::Lora, Mode::LoraFp8, Mode::QloraFp8, Mode::LoraPacked];
+    let steps = modes.map(|mode| counted(mode, false).step);
+    let [lora, lora_fp8, qlora_fp8, packed] = steps.map(Figures::extended);
     let [ahead, recompute_ahead] = [&kept, &recomputed].map(|counted| Figures::extended(counted.step));
     vec![
         Row("recomputing without `down_proj` and the last block", "QLoRA, recompute", [whole, three_panels]),
@@ -97,6 +99,7 @@ fn rows() -> Vec<Row> {
         Row("frozen products in fp8", "LoRA", [lora, lora_fp8]),
         Row("frozen products in fp8", "QLoRA", [ahead, qlora_fp8]),
         Row("`quantization.bf16_copy`", "QLoRA", [ahead, Figures::extended(copy.step)]),
+        Row("`model.dequantize = false`, a base in FP8", "LoRA", [lora, packed]),
     ]
 }
 
@@ -111,8 +114,15 @@ pub(super) fn is_that_of_the_page() {
             (pair(0, |f| f.calls), pair(1, |f| f.bytes / 1e9), pair(1, |f| 1e3 * f.secs));
         writeln!(table, "| {change} | {run} | {calls} | {bytes} | {secs} |").unwrap();
     }
+    is_on_the_page("work_table.rs", &table);
+}
+
+/// Compares `table` with the one that the page has from this file of tests/kernels.
+pub(super) fn is_on_the_page(file: &str, table: &str) {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/dev/gpu-work.md");
     let page = std::fs::read_to_string(page).unwrap();
-    let written = page.split_once(BEGIN).and_then(|(_, rest)| rest.split_once(END)).map(|(table, _)| table);
-    assert_eq!(written, Some(&*table), "the table is now:\n{table}");
+    let begin = format!("<!-- counted by tests/kernels/{file} -->\n");
+    let after = page.split_once(&begin).map(|(_, rest)| rest);
+    let written = after.and_then(|rest| rest.split_once("<!-- end -->\n")).map(|(table, _)| table);
+    assert_eq!(written, Some(table), "the table is now:\n{table}");
 }

@@ -73,6 +73,7 @@ fn families_follow_transformers_and_peft() {
         "qwen3-5",
         "gemma4-moe",
         "gemma4-e2b",
+        "gemma3n",
         "llama4",
         "lfm2-moe",
         "apertus",

@@ -192,13 +192,6 @@ fn the_choice_is_refused_where_it_has_no_meaning() {
       caused by: `adapter.init` is "pissa" or "loftq", which factor the weights before they are quantized; the model is stored in int4 in groups of 32 (scales in f16), as stored
     hint: remove `model.dequantize`, or write `init = "default"`
     "#);
-    let plan = ["plan", "--model", "model", "--recipe", "lora", "--on", "2x4090"];
-    assert_snapshot!(place.refused(&[&plan[..], &KEPT].concat()), @r#"
-    warning: finetune keeps 14 weights stored as gptq int4 packed in memory
-    error: cannot keep packed weights on a GPU (`model.dequantize = false`)
-      caused by: no kernel dequantizes int4 in groups of 32 (scales in f16), as stored
-    hint: remove `dequantize`; `quantization.kind = "nf4"` then takes less memory
-    "#);
     assert!(!place.path("out").exists());
     // A model without packed weights.
     let plain = Place::new();

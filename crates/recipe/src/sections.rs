@@ -41,7 +41,7 @@ section! {
         /// Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
         dtype: ComputeDtype = ComputeDtype::Auto;
         /// Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, HQQ, compressed-tensors or GGUF while
-        /// it is read; false: keep it packed in memory under an adapter, on the CPU.
+        /// it is read; false: keep it packed in memory under an adapter.
         dequantize: bool = true;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;

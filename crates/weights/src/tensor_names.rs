@@ -42,12 +42,14 @@ const OTHER_TOWERS: [&str; 7] =
     ["vision_tower", "vision_model", "visual", "audio_tower", "encoder", "mtp", "draft"];
 
 /// Parts at the root of a text model.
-const ROOTS: [&str; 7] = [
+const ROOTS: [&str; 9] = [
     "layers",
     "embed_tokens",
     "embed_tokens_per_layer",
     "per_layer_model_projection",
     "per_layer_projection_norm",
+    "altup_projections",
+    "altup_unembed_projections",
     "norm",
     "rotary_emb",
 ];

@@ -39,8 +39,9 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 11] = [
+const VISION_MODELS: [VisionModel; 12] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    vision("gemma3n", "gemma3n_text", "gemma3n_text", "Gemma3nForCausalLM"),
     vision("gemma4", "gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
     vision("gemma4_unified", "gemma4_unified_text", "gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
     VisionModel { tied: false, ..vision("llama4", "llama4_text", "llama4_text", "Llama4ForCausalLM") },

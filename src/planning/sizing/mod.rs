@@ -233,7 +233,7 @@ impl SizingRequest<'_> {
 
     /// True if device and host have the memory that a rank needs.
     fn has_room(&self, memory: &MemoryPlan) -> bool {
-        let needed = memory.total() - memory.process;
+        let needed = memory.required() - memory.process;
         self.inputs.budget(self.world.all).is_none_or(|budget| needed <= budget)
             && self.host_budget().is_none_or(|budget| memory.host <= budget)
     }

@@ -517,7 +517,7 @@ fn a_family_that_is_not_known() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `model_type` is "mamba2"
-      caused by: accepted: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma4_text, gemma4_unified_text, phi3, granite, granitemoehybrid, smollm3, seed_oss, ministral, ministral3, olmo2, olmo3, exaone4, glm4, ernie4_5, arcee, starcoder2, nemotron, stablelm, cohere, cohere2, mixtral, qwen2_moe, qwen3_moe, olmoe, qwen3_5_text, qwen3_5_moe_text, qwen3_next, granitemoe, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mistral4, minimax_m2, gpt_oss, gpt_neox, falcon, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, llama4_text, lfm2, lfm2_moe, apertus
+      caused by: accepted: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gemma3n_text, gemma4_text, gemma4_unified_text, phi3, granite, granitemoehybrid, smollm3, seed_oss, ministral, ministral3, olmo2, olmo3, exaone4, glm4, ernie4_5, arcee, starcoder2, nemotron, stablelm, cohere, cohere2, mixtral, qwen2_moe, qwen3_moe, olmoe, qwen3_5_text, qwen3_5_moe_text, qwen3_next, granitemoe, glm4_moe, deepseek_v3, kimi_k2, glm4_moe_lite, mistral4, minimax_m2, gpt_oss, gpt_neox, falcon, ernie4_5_moe, hunyuan_v1_dense, hunyuan_v1_moe, llama4_text, lfm2, lfm2_moe, apertus
     hint: choose a model of one of these families
     "#);
 }

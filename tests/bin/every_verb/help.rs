@@ -646,7 +646,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
     # Dequantize a base in FP8, MXFP4, NVFP4, GPTQ, AWQ, HQQ, compressed-tensors or GGUF while
-    # it is read; false: keep it packed in memory under an adapter, on the CPU.
+    # it is read; false: keep it packed in memory under an adapter.
     # Accepted: true, false.
     dequantize = true
     # Tiled attention, or the plain formula as a reference.

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::place::Place;
+use crate::place::{Place, golden};
 use crate::plan::sizing::{OWN, plan, shapes};
 
 /// Runs a plan that must be refused, and returns its error.
@@ -50,6 +50,34 @@ fn a_bf16_copy_that_nothing_reads_is_refused() {
         let error = refused(&place, &[&copy[..], more].concat());
         assert!(error.contains("`quantization.bf16_copy`") && error.contains(cause), "{error}");
     }
+}
+
+/// A base in GPTQ keeps codes, scales, zeros and the group of each column on a GPU. Its products
+/// dequantize two panels at a time at most.
+#[test]
+fn a_base_that_stays_packed_is_planned_on_a_gpu() {
+    let place = shapes();
+    let model = golden("qbases/models/tiny-gptq-4-g32-act").display().to_string();
+    let planned = |dequantize: &str| {
+        let key = format!("model.dequantize={dequantize}");
+        plan(&place, &model, &["--recipe", "lora", "--on", "H100-80GB", "--set", &key])
+    };
+    let bytes = |said: &Value, cause: &str| {
+        let causes = said["memory"].as_array().unwrap();
+        causes.iter().find(|term| term["cause"] == cause).unwrap()["bytes"].as_u64().unwrap()
+    };
+    let (plain, packed) = (planned("true"), planned("false"));
+    // Of both blocks q and o of 64x64, k and v of 32x64, gate and up of 96x64, down of 64x96.
+    let kept = [(2, 64, 64), (2, 32, 64), (2, 96, 64), (1, 64, 96)].map(|(count, rows, columns)| {
+        let cells = rows * columns / 32;
+        count * (rows * columns / 2 + 3 * cells + 2 * columns)
+    });
+    let values = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64;
+    let saved = 2 * (2 * values - kept.iter().sum::<u64>());
+    assert_eq!(bytes(&plain, "weights"), bytes(&packed, "weights") + saved);
+    assert!(bytes(&plain, "workspace") <= bytes(&packed, "workspace"));
+    let secs = |said: &Value| said["time"]["dequantize"].as_f64().unwrap();
+    assert!(secs(&plain) == 0.0 && secs(&packed) > 0.0);
 }
 
 /// Compute capability 8.9 is the first with products in fp8.

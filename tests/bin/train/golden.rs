@@ -174,6 +174,14 @@ fn gemma4_follows_transformers_and_peft() {
     follows("lora_tables_gemma4-e2b");
 }
 
+/// Three hidden states of which a block computes one, a residual of low rank, gates that are cut off,
+/// layers of other widths, and a table of per-layer inputs with fewer rows than the embedding.
+#[test]
+fn gemma3n_follows_transformers_and_peft() {
+    follows("lora_gemma3n");
+    follows("full_gemma3n");
+}
+
 /// A recurrence instead of attention in three of four layers, and gates on attention's output.
 #[test]
 fn gated_deltanet_follows_transformers_and_peft() {
@@ -192,10 +200,10 @@ fn lora_on_packed_bases_follows_peft() {
     }
 }
 
-/// The same bases, packed in memory. Those of GGUF's k-quants are not kept so.
+/// The same bases, packed in memory.
 #[test]
 fn lora_on_bases_that_stay_packed_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4"] {
+    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
         golden_run::follows_as(
             &format!("lora_{format}"),
             ONE_RANK,

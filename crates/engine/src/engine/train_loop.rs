@@ -12,6 +12,7 @@ use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Step, StepSource};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::objectives::ExpertLoad;
+use crate::ops::matmul_quantized::PanelAhead;
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::StepInterval;
@@ -257,6 +258,7 @@ impl TrainLoop<'_> {
     fn say_notes(&mut self) {
         let notes = self.saver.take_notes();
         self.warn(notes);
+        self.warn(PanelAhead::warning().map(str::to_owned));
     }
 
     /// Does the work before the first step: an evaluation and a rehearsal of the longest

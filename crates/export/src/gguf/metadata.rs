@@ -80,7 +80,7 @@ pub(super) fn describe(
 /// Returns the inner width of the MLPs; a list if those of some layers are wider.
 fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
     let width = config.intermediate_size;
-    if config.gated_mlps().all(|mlp| mlp.times_wide == 1) {
+    if config.gated_mlps().all(|mlp| mlp.own_width.is_none()) {
         return count("feed_forward_length", width);
     }
     let widths = config.blocks.iter().map(|block| block.channel_mixer.mlp_width(width));

@@ -295,5 +295,16 @@ fn name(facts: &GgufFacts, part: BlockPart) -> &'static str {
         BlockPart::PerLayerNorm => "post_norm",
         BlockPart::PerLayerModel => "per_layer_model_proj",
         BlockPart::PerLayerModelNorm => "per_layer_proj_norm",
+        BlockPart::AltUpRouter => "altup_router",
+        BlockPart::AltUpRouterNorm => "altup_router_norm",
+        BlockPart::AltUpPrediction => "altup_predict_coef",
+        BlockPart::AltUpCorrection => "altup_correct_coef",
+        BlockPart::AltUpOutputScale => "altup_correct_scale",
+        BlockPart::LaurelLeft => "laurel_l",
+        BlockPart::LaurelRight => "laurel_r",
+        BlockPart::LaurelNorm => "laurel_post_norm",
+        // One tensor holds those of all streams.
+        BlockPart::StreamProjection(_) => "altup_proj",
+        BlockPart::StreamUnprojection(_) => "altup_unembd_proj",
     }
 }

@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::block::{
-    ActivationWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights,
-    GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights,
-    PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SharedExpertWeights, ShortConvWeights,
-    TokenMixerWeights, XieluWeights,
+    ActivationWeights, AltUpWeights, AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights,
+    ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, LatentUp, LatentWeights, LaurelWeights, MixerNorms,
+    MlpAndExpertsWeights, PerLayerModelWeights, PerLayerWeights, PlainMlpWeights, SharedExpertWeights,
+    ShortConvWeights, StreamEnds, TokenMixerWeights, XieluWeights,
 };
 use super::block_part::{BlockPart, LinearGroup, XIELU};
 use super::composition::{
-    ChannelMixer, Experts, MlpActivation, MlpAndExperts, PerLayerInput, ResidualPlan, SharedExpert,
+    AltUp, ChannelMixer, Experts, MlpActivation, MlpAndExperts, PerLayerInput, ResidualPlan, SharedExpert,
     TokenMixer,
 };
 use super::embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
@@ -171,13 +171,50 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
     let per_layer = |input| per_layer(input, &linears, &optional, norms(None, BlockPart::PerLayerNorm, 1.0)?);
     let per_layer = block.per_layer_input.map(per_layer).transpose()?;
     let factor = block.residual_factor;
+    let alt_up = |plan: &AltUp| alt_up(plan, (config, layer), &linears, &optional, &hidden_norm);
+    let alt_up = block.residual.alt_up().map(alt_up).transpose()?;
     Ok(BlockWeights {
+        alt_up: alt_up.map(Box::new),
         token_norms: norms(Some(token_norm), BlockPart::AttnPostNorm, factor)?,
         token_mixer,
         channel_norms: norms(channel_norm, BlockPart::MlpPostNorm, factor)?,
         channel_mixer,
         per_layer,
         output_factor: optional(BlockPart::OutputFactor)?.map(|factor| factor.value),
+    })
+}
+
+/// Returns the weights of AltUp, like [`channel_mixer`].
+fn alt_up(
+    AltUp { streams, .. }: &AltUp,
+    (config, layer): (&ModelConfig, usize),
+    linears: &dyn Fn(LinearGroup) -> Result<MergedLinear>,
+    optional: &dyn Fn(BlockPart) -> Result<Option<Param>>,
+    hidden_norm: &dyn Fn(BlockPart) -> Result<Option<Norm>>,
+) -> Result<AltUpWeights> {
+    let missing = |part: BlockPart| Error::internal(format!("no parameter for {part:?}"));
+    let norm = |part| hidden_norm(part)?.ok_or_else(|| missing(part));
+    let (is_first, is_last) = (layer == 0, layer + 1 == config.num_layers());
+    let others = if is_last { 0..*streams as u16 - 1 } else { 0..0 };
+    let scale = BlockPart::AltUpOutputScale;
+    Ok(AltUpWeights {
+        streams: *streams,
+        router: linears(LinearGroup::AltUpRouter)?,
+        router_norm: norm(BlockPart::AltUpRouterNorm)?,
+        prediction: linears(LinearGroup::AltUpPrediction)?,
+        correction: linears(LinearGroup::AltUpCorrection)?,
+        output_scale: optional(scale)?.ok_or_else(|| missing(scale))?,
+        laurel: LaurelWeights {
+            left: linears(LinearGroup::LaurelLeft)?,
+            right: linears(LinearGroup::LaurelRight)?,
+            norm: norm(BlockPart::LaurelNorm)?,
+        },
+        ends: StreamEnds {
+            project: is_first.then(|| linears(LinearGroup::StreamProjections)).transpose()?,
+            unproject: others
+                .map(|stream| linears(LinearGroup::StreamUnprojection(stream)))
+                .collect::<Result<_>>()?,
+        },
     })
 }
 

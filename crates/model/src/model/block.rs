@@ -14,22 +14,29 @@
 //! norm's input. So the gradients of parameters that multiply a norm's output come last
 //! (`PendingGradients`).
 
+mod alt_up;
+mod alt_up_saved;
 mod attention;
 mod carried;
 mod channel_mixer;
 mod experts;
+mod gate_cutoff;
 mod gated_delta;
 mod gated_mlp;
 mod latent;
+mod laurel;
 mod mlp_and_experts;
 mod per_layer;
 mod plain_mlp;
 mod products;
+mod saved;
 mod shared_expert;
 mod short_conv;
+mod streams;
 mod token_mixer;
 mod xielu;
 
+pub use alt_up::AltUpWeights;
 pub use attention::{AttentionWeights, KeyValueCache};
 pub use carried::{Carried, CarriedBackward, CarriedGradients};
 pub use channel_mixer::ChannelMixerWeights;
@@ -37,11 +44,14 @@ pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_delta::{DeltaState, GatedDeltaWeights};
 pub use gated_mlp::GatedMlpWeights;
 pub use latent::{LatentUp, LatentWeights};
+pub use laurel::LaurelWeights;
 pub use mlp_and_experts::MlpAndExpertsWeights;
 pub use per_layer::{PerLayerModelWeights, PerLayerWeights};
 pub use plain_mlp::{ActivationWeights, PlainMlpWeights};
+pub use saved::{BlockSaved, SavedBytes};
 pub use shared_expert::SharedExpertWeights;
 pub use short_conv::{ConvState, ShortConvWeights};
+pub use streams::StreamEnds;
 pub use token_mixer::{BlockCache, TokenMixerWeights};
 pub use xielu::XieluWeights;
 
@@ -49,10 +59,8 @@ use std::borrow::Cow;
 
 use candle_core::{DType, Tensor};
 
-use super::composition::PerLayerInput;
-use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
-use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
+use super::lora::{AdapterSwitch, BranchContext, DropoutSource};
 use super::panels_ahead::PanelsAhead;
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Norm};
@@ -63,8 +71,7 @@ use crate::ops::{empty, has_kernels};
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
-use channel_mixer::{ChannelMixerSaved, PendingMixer};
-use per_layer::PerLayerSaved;
+use channel_mixer::PendingMixer;
 use products::panels_of;
 use token_mixer::TokenMixerSaved;
 
@@ -81,6 +88,8 @@ pub struct BlockWeights {
     pub channel_mixer: ChannelMixerWeights,
     /// The part that adds the block's own input, after both mixers.
     pub per_layer: Option<PerLayerWeights>,
+    /// The parts of AltUp, in a model with several hidden states.
+    pub alt_up: Option<Box<AltUpWeights>>,
     /// Factor on the block's output, `[1]` f32.
     pub output_factor: Option<Tensor>,
 }
@@ -118,7 +127,8 @@ impl BlockWeights {
     /// Returns the linear layers for changes to them.
     fn linears(&mut self) -> impl Iterator<Item = &mut MergedLinear> {
         let mixers = self.token_mixer.linears().into_iter().chain(self.channel_mixer.linears());
-        mixers.chain(self.per_layer.iter_mut().flat_map(PerLayerWeights::linears))
+        let of_input = self.per_layer.iter_mut().flat_map(PerLayerWeights::linears);
+        mixers.chain(of_input).chain(self.alt_up.iter_mut().flat_map(|alt_up| alt_up.linears()))
     }
 
     /// Also keeps quantized weights in bf16.
@@ -152,7 +162,9 @@ impl BlockWeights {
         let mut block = self.clone();
         let of_channels = block.channel_mixer.panels(block.channel_norms.after.is_some());
         let of_input = block.per_layer.iter_mut().flat_map(PerLayerWeights::linears);
-        let linears = block.token_mixer.linears().into_iter().chain(of_channels).chain(of_input);
+        let of_streams = block.alt_up.iter_mut().flat_map(|alt_up| alt_up.linears());
+        let of_mixers = block.token_mixer.linears().into_iter().chain(of_channels);
+        let linears = of_mixers.chain(of_input).chain(of_streams);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
@@ -219,102 +231,6 @@ impl<'a> LayerPass<'a> {
     }
 }
 
-/// The tensors that a block's backward needs. Shapes: `x`, `h` and the mixers' outputs `[N, D]`.
-#[derive(Debug, Clone)]
-pub struct BlockSaved {
-    x: Tensor,
-    token_mixer: TokenMixerSaved,
-    /// The token mixer's output before its post norm.
-    token_out: Option<Tensor>,
-    /// The input of the channel mixer's half: `x` in a parallel plan.
-    h: Tensor,
-    channel_mixer: ChannelMixerSaved,
-    /// The channel mixer's output before its post norm.
-    channel_out: Option<Tensor>,
-    per_layer: Option<PerLayerSaved>,
-}
-
-/// Bytes that a block keeps from its forward for its backward.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SavedBytes {
-    /// Bytes of its input, which is kept under recompute too.
-    pub input: usize,
-    /// Bytes of all other tensors.
-    pub rest: usize,
-}
-
-impl BlockSaved {
-    /// Returns the bytes that it holds after a forward of `tokens` tokens in `dtype` through block
-    /// `layer`. `adapter` gives the adapter of each linear layer of the block.
-    pub fn bytes(
-        config: &ModelConfig,
-        layer: usize,
-        tokens: usize,
-        dtype: DType,
-        adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
-    ) -> SavedBytes {
-        let parts = Self::parts(config, layer, tokens, dtype, adapter);
-        let (input, rest) = parts.split_at(1);
-        let sum = |parts: &[(&str, usize)]| parts.iter().map(|(_, bytes)| bytes).sum();
-        SavedBytes { input: sum(input), rest: sum(rest) }
-    }
-
-    /// Returns the number of tokens that chose each expert of the block; `None` without experts.
-    pub fn expert_loads(&self) -> Option<Vec<usize>> {
-        self.channel_mixer.loads()
-    }
-
-    /// Returns the same bytes by tensor, the block's input first.
-    pub fn parts(
-        config: &ModelConfig,
-        layer: usize,
-        tokens: usize,
-        dtype: DType,
-        adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
-    ) -> Vec<(&'static str, usize)> {
-        let block = &config.blocks[layer];
-        let hidden = tokens * config.hidden_size * dtype.size_in_bytes();
-        let layout = BlockLayout::new(config, layer);
-        let branch = |module: &BlockModule, rows| {
-            adapter(module).map_or(0, |shape| BranchSaved::bytes(shape, module.weight.out(), rows, dtype))
-        };
-        let linears = || layout.linears();
-        // The parts of the whole model keep nothing.
-        let outside = linears().filter(|module| module.part.expert().is_none() && !module.part.is_of_model());
-        let lora = outside.map(|module| branch(module, tokens)).sum::<usize>()
-            + block.channel_mixer.experts().map_or(0, |experts| {
-                // All experts together see each token as often as experts are chosen for it.
-                let inside = || linears().filter(|module| module.part.expert().is_some());
-                let fixed = inside().map(|module| branch(module, 0)).sum::<usize>();
-                let of_all =
-                    inside().map(|module| branch(module, tokens * experts.router.chosen)).sum::<usize>();
-                fixed + (of_all - fixed) / experts.count
-            });
-        let mut parts = vec![("the block's input", hidden)];
-        parts.extend(TokenMixerSaved::parts(&block.token_mixer, tokens, dtype));
-        // In a parallel plan it is the block's input.
-        parts.push(("the input of the MLP", if block.residual.is_parallel() { 0 } else { hidden }));
-        parts.extend(ChannelMixerSaved::parts(config, &block.channel_mixer, tokens, dtype));
-        // One output per mixer.
-        let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
-        parts.push(("outputs before post norms", outputs));
-        let of_input = |input: &PerLayerInput| PerLayerSaved::bytes(input, config, tokens, dtype);
-        let of_input = block.per_layer_input.as_ref().map(of_input);
-        parts.extend(of_input.map(|bytes| ("the part of the per-layer input", bytes)));
-        parts.push(("inner activations of adapters", lora));
-        parts
-    }
-
-    /// Returns all tensors that it holds.
-    #[cfg(test)]
-    fn tensors(&self) -> Vec<&Tensor> {
-        let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out, per_layer } = self;
-        let of_input = per_layer.iter().flat_map(PerLayerSaved::tensors);
-        let mixers = token_mixer.tensors().into_iter().chain(channel_mixer.tensors());
-        [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).chain(of_input).collect()
-    }
-}
-
 /// Computes `x: [N, D]` → `[N, D]` and the tensors that backward needs. Reads the state beside the
 /// hidden states and adds to it. With a cache, the tokens follow those in it.
 ///
@@ -349,6 +265,11 @@ fn forward_from(
     let panels = PanelsAhead::new(panels_of(w.products()), x);
     // Generation has its memory for keys and values.
     let pass = LayerPass { panels: cache.is_none().then_some(&panels), ..pass };
+    if let Some(alt_up) = &w.alt_up {
+        let out = alt_up::forward(pass, w, alt_up, x, (carried, cache))?;
+        release.begin();
+        return Ok(out);
+    }
     let token = token_half(pass, w, x, (carried, cache))?;
     let channel =
         |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
@@ -366,6 +287,7 @@ fn forward_from(
         channel_mixer: channel.saved,
         channel_out: channel.out,
         per_layer,
+        alt_up: None,
     };
     let y = times_output_factor(w, y)?;
     release.begin();
@@ -407,6 +329,7 @@ pub fn recompute(
         channel_mixer,
         channel_out: None,
         per_layer: None,
+        alt_up: None,
     };
     release.begin();
     Ok(saved)
@@ -489,6 +412,29 @@ pub fn backward(
     let mut release = ReleaseSpan::default();
     let panels = PanelsAhead::new(panels_of(w.products_of_backward(need_dx)), dy);
     let pass = LayerPass { config, layer, context, panels: Some(&panels) };
+    let dx = match &w.alt_up {
+        Some(alt_up) => alt_up::backward(pass, (w, alt_up), saved, (dy, need_dx), state)?,
+        None => halves_backward(pass, w, saved, (dy, need_dx), state)?,
+    };
+    let model = w.per_layer.as_ref().and_then(|part| part.model.as_ref());
+    let of_inputs = model.map(|model| model.backward(pass, &saved.x, state, need_dx)).transpose()?.flatten();
+    let dx = match (dx, of_inputs) {
+        (Some(dx), Some(more)) => Some(add(&dx, &more)?),
+        (dx, _) => dx,
+    };
+    release.begin();
+    Ok(dx)
+}
+
+/// Works like [`backward`] for both halves of a block with one hidden state.
+fn halves_backward(
+    pass: LayerPass<'_>,
+    w: &BlockWeights,
+    saved: &BlockSaved,
+    (dy, need_dx): (&Tensor, bool),
+    state: &mut CarriedBackward<'_>,
+) -> Result<Option<Tensor>> {
+    let (config, layer) = (pass.config, pass.layer);
     let dy = &times_output_factor(w, dy.clone())?;
     let dy = match (&w.per_layer, &saved.per_layer) {
         (Some(part), Some(saved)) => &part.backward(pass, saved, dy, state)?,
@@ -502,15 +448,7 @@ pub fn backward(
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
     // In a parallel plan the channel mixer does not read the token mixer's output.
     let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
-    let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, Some(&dh)), need_dx, token)?;
-    let model = w.per_layer.as_ref().and_then(|part| part.model.as_ref());
-    let of_inputs = model.map(|model| model.backward(pass, &saved.x, state, need_dx)).transpose()?.flatten();
-    let dx = match (dx, of_inputs) {
-        (Some(dx), Some(more)) => Some(add(&dx, &more)?),
-        (dx, _) => dx,
-    };
-    release.begin();
-    Ok(dx)
+    around_mixer_backward(&w.token_norms, config, ends, (dtoken, Some(&dh)), need_dx, token)
 }
 
 /// The input of half of a block, and its mixer's output if a norm read it.

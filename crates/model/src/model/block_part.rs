@@ -135,6 +135,26 @@ pub enum BlockPart {
     PerLayerModel,
     /// The norm on these inputs of each block, in the first block.
     PerLayerModelNorm,
+    /// AltUp's projection to a value for each stream.
+    AltUpRouter,
+    /// The norm before AltUp's router.
+    AltUpRouterNorm,
+    /// AltUp's projection to the factors of predictions.
+    AltUpPrediction,
+    /// AltUp's projection to the factors of corrections.
+    AltUpCorrection,
+    /// AltUp's factor on the corrected stream before the per-layer input.
+    AltUpOutputScale,
+    /// Laurel's projection to its rank.
+    LaurelLeft,
+    /// Laurel's projection back.
+    LaurelRight,
+    /// The norm on Laurel's output.
+    LaurelNorm,
+    /// The projection of embeddings to the stream after that of this number, in the first block.
+    StreamProjection(u16),
+    /// The projection of the stream after that of this number, in the last block.
+    StreamUnprojection(u16),
 }
 
 /// The parameters of xIELU: both curvatures, the slope at 0, and the bound of the exponent.
@@ -174,9 +194,45 @@ pub enum LinearGroup {
     PerLayerProjection,
     /// The projection of embeddings to the per-layer inputs of all blocks.
     PerLayerModel,
+    /// The router of AltUp's streams.
+    AltUpRouter,
+    /// AltUp's factors of predictions.
+    AltUpPrediction,
+    /// AltUp's factors of corrections.
+    AltUpCorrection,
+    /// Laurel's first projection.
+    LaurelLeft,
+    /// Laurel's second projection.
+    LaurelRight,
+    /// The projections of embeddings to streams.
+    StreamProjections,
+    /// The projection of the stream after that of this number.
+    StreamUnprojection(u16),
+}
+
+impl LinearGroup {
+    /// Returns the groups outside experts in the order of their products in a block's forward or
+    /// backward. Latents go through the projection of queries first in both. Not listed is the
+    /// group that makes the per-layer inputs of all blocks: one block alone multiplies by it.
+    pub fn in_order(in_backward: bool) -> [LinearGroup; 8] {
+        use LinearGroup as G;
+        if in_backward {
+            [G::PerLayerProjection, G::PerLayerGate, G::Down, G::GateUp, G::O, G::QUp, G::KvUp, G::Qkv]
+        } else {
+            [G::Qkv, G::QUp, G::KvUp, G::O, G::GateUp, G::Down, G::PerLayerGate, G::PerLayerProjection]
+        }
+    }
 }
 
 impl BlockPart {
+    /// Returns the number that stands for `{}` in its name: that of its expert or of its stream.
+    pub(super) fn number(self) -> Option<u16> {
+        match self {
+            BlockPart::StreamProjection(number) | BlockPart::StreamUnprojection(number) => Some(number),
+            _ => self.expert(),
+        }
+    }
+
     /// Returns the number of the expert that it belongs to, if it belongs to one.
     pub fn expert(self) -> Option<u16> {
         match self {
@@ -188,9 +244,15 @@ impl BlockPart {
         }
     }
 
-    /// Returns true for a part of the whole model that the first block computes: its name has no
-    /// block.
+    /// Returns true for a part of the whole model that the first or the last block computes: its
+    /// name has no block.
     pub fn is_of_model(self) -> bool {
+        self.makes_per_layer_inputs()
+            || matches!(self, BlockPart::StreamProjection(_) | BlockPart::StreamUnprojection(_))
+    }
+
+    /// Returns true for a part that makes the per-layer inputs of all blocks, in the first block.
+    pub fn makes_per_layer_inputs(self) -> bool {
         matches!(self, BlockPart::PerLayerModel | BlockPart::PerLayerModelNorm)
     }
 
@@ -202,7 +264,10 @@ impl BlockPart {
     /// Returns true for a linear layer that is never quantized: its few outputs decide about all
     /// values of a token.
     pub fn is_gate(self) -> bool {
-        self.is_router() || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
+        let alt_up = [BlockPart::AltUpRouter, BlockPart::AltUpPrediction, BlockPart::AltUpCorrection];
+        self.is_router()
+            || alt_up.contains(&self)
+            || matches!(self, BlockPart::DeltaB | BlockPart::DeltaA | BlockPart::DeltaBa)
     }
 
     /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and
@@ -212,6 +277,7 @@ impl BlockPart {
         let curvature = matches!(self, BlockPart::XieluPositive | BlockPart::XieluNegative);
         router
             || curvature
+            || self == BlockPart::AltUpOutputScale
             || matches!(
                 self,
                 BlockPart::DeltaConv | BlockPart::DeltaRate | BlockPart::DeltaStep | BlockPart::ConvTaps
@@ -247,6 +313,7 @@ impl BlockPart {
             | BlockPart::XieluNegative
             | BlockPart::XieluBeta
             | BlockPart::XieluEps
+            | BlockPart::AltUpOutputScale
             | BlockPart::OutputFactor => module.to_owned(),
             BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias | BlockPart::Sinks => module.to_owned(),
             _ => format!("{module}.weight"),
@@ -283,6 +350,13 @@ impl BlockPart {
             BlockPart::PerLayerGate => Some(LinearGroup::PerLayerGate),
             BlockPart::PerLayerProjection => Some(LinearGroup::PerLayerProjection),
             BlockPart::PerLayerModel => Some(LinearGroup::PerLayerModel),
+            BlockPart::AltUpRouter => Some(LinearGroup::AltUpRouter),
+            BlockPart::AltUpPrediction => Some(LinearGroup::AltUpPrediction),
+            BlockPart::AltUpCorrection => Some(LinearGroup::AltUpCorrection),
+            BlockPart::LaurelLeft => Some(LinearGroup::LaurelLeft),
+            BlockPart::LaurelRight => Some(LinearGroup::LaurelRight),
+            BlockPart::StreamProjection(_) => Some(LinearGroup::StreamProjections),
+            BlockPart::StreamUnprojection(number) => Some(LinearGroup::StreamUnprojection(number)),
             BlockPart::Router => Some(LinearGroup::Router),
             BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertGateUp(expert) => {
                 Some(LinearGroup::ExpertGateUp(expert))
@@ -321,6 +395,9 @@ impl BlockPart {
             | BlockPart::XieluEps
             | BlockPart::PerLayerNorm
             | BlockPart::PerLayerModelNorm
+            | BlockPart::AltUpRouterNorm
+            | BlockPart::AltUpOutputScale
+            | BlockPart::LaurelNorm
             | BlockPart::OutputFactor => None,
         }
     }

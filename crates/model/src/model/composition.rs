@@ -36,6 +36,8 @@ pub struct PerLayerInput {
     pub width: usize,
     /// The activation of the gate.
     pub activation: Activation,
+    /// The rows of the table of tokens, V or fewer: tokens beyond it have its first row.
+    pub rows: usize,
 }
 
 /// The part of a block that lets a token read others.
@@ -181,12 +183,33 @@ pub enum ResidualPlan {
     Parallel,
     /// `x + token_mixer(norm(x)) + channel_mixer(norm(x))` with a norm for each mixer (GPT-NeoX).
     ParallelTwoNorms,
+    /// [`ResidualPlan::PreAndPostNorm`] of one of several hidden states, from which the others are
+    /// predicted and corrected, with a residual of low rank (Gemma 3n).
+    AltUp(AltUp),
+}
+
+/// The hidden states of AltUp (arXiv 2301.13310) and the residual of low rank beside attention
+/// (LAuReL, arXiv 2411.07501).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AltUp {
+    /// The number of hidden states, S, at least 2. The mixers compute the first one.
+    pub streams: usize,
+    /// The rank of the residual, R.
+    pub laurel_rank: usize,
 }
 
 impl ResidualPlan {
     /// Returns true if a norm reads the outputs of the mixers.
     pub fn has_post_norms(self) -> bool {
-        matches!(self, ResidualPlan::PreAndPostNorm | ResidualPlan::PostNorm)
+        matches!(self, ResidualPlan::PreAndPostNorm | ResidualPlan::PostNorm | ResidualPlan::AltUp(_))
+    }
+
+    /// Returns its several hidden states, if it has them.
+    pub fn alt_up(&self) -> Option<&AltUp> {
+        match self {
+            ResidualPlan::AltUp(alt_up) => Some(alt_up),
+            _ => None,
+        }
     }
 
     /// Returns true if both mixers read the block's input.
@@ -390,7 +413,7 @@ impl AttentionMixer {
 }
 
 /// An MLP whose gate is activated and multiplied with its up-projection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GatedMlp {
     /// The gate's activation.
     pub activation: Activation,
@@ -398,15 +421,18 @@ pub struct GatedMlp {
     pub bias: bool,
     /// True if gate and up are one tensor (phi3).
     pub fused: bool,
-    /// Its inner width as a multiple of [`ModelConfig::intermediate_size`](super::ModelConfig): 1
-    /// in most families.
-    pub times_wide: usize,
+    /// Its inner width if it is another one than
+    /// [`ModelConfig::intermediate_size`](super::ModelConfig).
+    pub own_width: Option<usize>,
+    /// The cut-off of gates, in standard deviations above their mean: those below count as 0, the
+    /// others lose it (Gemma 3n).
+    pub gate_deviations: Option<f64>,
 }
 
 impl GatedMlp {
     /// Returns its inner width, given [`ModelConfig::intermediate_size`](super::ModelConfig).
     pub fn width(&self, intermediate_size: usize) -> usize {
-        self.times_wide * intermediate_size
+        self.own_width.unwrap_or(intermediate_size)
     }
 }
 

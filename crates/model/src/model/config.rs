@@ -64,6 +64,17 @@ impl ModelConfig {
         inputs.map(|input| input.width).sum()
     }
 
+    /// Returns the number of rows of the table of per-layer inputs: 0 in most families.
+    pub fn per_layer_rows(&self) -> usize {
+        self.blocks.first().and_then(|block| block.per_layer_input).map_or(0, |input| input.rows)
+    }
+
+    /// Returns the width of the hidden states between blocks: of all streams, if it has several.
+    pub fn streams_width(&self) -> usize {
+        let streams = self.blocks.first().and_then(|block| block.residual.alt_up());
+        self.hidden_size * streams.map_or(1, |alt_up| alt_up.streams)
+    }
+
     /// Returns the number of blocks.
     pub fn num_layers(&self) -> usize {
         self.blocks.len()

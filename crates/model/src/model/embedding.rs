@@ -1,6 +1,7 @@
 //! The token embedding, and the table of per-layer inputs beside it: their forward, and the
 //! backward of their trainable parts.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
@@ -77,6 +78,7 @@ impl EmbedWeights {
         adapter: AdapterSwitch,
     ) -> Result<(Tensor, Carried)> {
         let x = self.tokens.forward(config.embedding_factor, ids, self.dtype, adapter)?;
+        let ids = &*per_layer_ids(config, ids);
         let rows = |table: &TableWeights| table.forward(per_layer_factor(config), ids, self.dtype, adapter);
         Ok((x, Carried::new(self.per_layer.as_ref().map(rows).transpose()?)))
     }
@@ -98,10 +100,22 @@ impl EmbedGradients {
         let skip = config.pad_token_id;
         self.tokens.backward((config.embedding_factor, skip), ids, dx)?;
         match (&self.per_layer, drows) {
-            (Some(table), Some(drows)) => table.backward((per_layer_factor(config), skip), ids, drows),
+            (Some(table), Some(drows)) => {
+                table.backward((per_layer_factor(config), skip), &per_layer_ids(config, ids), drows)
+            }
             _ => Ok(()),
         }
     }
+}
+
+/// Returns the row of each token in the table of per-layer inputs, which may have fewer rows than
+/// the embedding: tokens beyond it have the first one.
+fn per_layer_ids<'i>(config: &ModelConfig, ids: &'i [u32]) -> Cow<'i, [u32]> {
+    let rows = config.per_layer_rows() as u32;
+    if rows as usize == config.vocab_size {
+        return ids.into();
+    }
+    ids.iter().map(|id| if *id < rows { *id } else { 0 }).collect()
 }
 
 /// Returns the factor on the rows of per-layer inputs: the square root of a block's width.

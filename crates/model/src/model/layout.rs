@@ -5,13 +5,15 @@
 //! weights of a block, [`BlockSaved::bytes`](super::BlockSaved::bytes) the sizes of adapters, and
 //! `export` the names in GGUF.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::ModelConfig;
 use super::block_part::{BlockPart, XIELU};
 use super::composition::{
-    AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation, MlpAndExperts,
-    PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer, TokenMixer, Values,
+    AltUp, AttentionMixer, ChannelMixer, DeltaMixer, Experts, GatedMlp, LatentMixer, MlpActivation,
+    MlpAndExperts, PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan, SharedExpert, ShortConvMixer,
+    TokenMixer, Values,
 };
 use crate::weights::{
     EMBED_PER_LAYER_MODULE, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Stack, StackPart, StackParts,
@@ -72,7 +74,7 @@ pub struct BlockModule {
     /// The role in the block.
     pub part: BlockPart,
     /// The name in the checkpoint, after that of the block, or of the model if it is a part of it;
-    /// `{}` stands for an expert's number.
+    /// `{}` stands for the number of an expert or a stream.
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
@@ -83,13 +85,11 @@ pub struct BlockModule {
 impl BlockModule {
     /// Returns its name in block `layer`, such as `model.layers.0.self_attn.q_proj`.
     pub fn name_in(&self, layer: usize) -> String {
-        match self.part.expert() {
-            None if self.part.is_of_model() => format!("model.{}", self.name),
-            None => format!("model.layers.{layer}.{}", self.name),
-            Some(expert) => {
-                format!("model.layers.{layer}.{}", self.name.replacen("{}", &expert.to_string(), 1))
-            }
-        }
+        let name = match self.part.number() {
+            None => Cow::Borrowed(self.name),
+            Some(number) => self.name.replacen("{}", &number.to_string(), 1).into(),
+        };
+        if self.part.is_of_model() { format!("model.{name}") } else { format!("model.layers.{layer}.{name}") }
     }
 }
 
@@ -292,13 +292,38 @@ impl LayoutTable<'_> {
         rows
     }
 
+    /// Returns AltUp's parts of block `layer`: at both ends of the model also the projections to
+    /// streams and from them.
+    fn alt_up(&self, AltUp { streams, laurel_rank }: AltUp, layer: usize) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, s, bias) = (self.0.hidden_size, streams, self.0.hidden_norm.has_bias());
+        let mut rows = vec![
+            self.linear(P::AltUpRouter, (s, d), false),
+            self.linear(P::AltUpPrediction, (s * s, s), false),
+            self.linear(P::AltUpCorrection, (s, s), false),
+            self.linear(P::LaurelLeft, (laurel_rank, d), false),
+            self.linear(P::LaurelRight, (d, laurel_rank), false),
+            self.norm(P::AltUpRouterNorm, d, bias),
+            self.norm(P::LaurelNorm, d, bias),
+            self.norm(P::AltUpOutputScale, d, false),
+        ];
+        let ends =
+            [(P::StreamProjection as fn(u16) -> P, 0), (P::StreamUnprojection, self.0.num_layers() - 1)];
+        for (part, _) in ends.into_iter().filter(|(_, end)| layer == *end) {
+            rows.extend((1..s as u16).map(|stream| self.linear(part(stream - 1), (d, d), false)));
+        }
+        rows
+    }
+
     fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
             ResidualPlan::ParallelTwoNorms => &[P::ParallelAttnNorm, P::ParallelMlpNorm],
             ResidualPlan::Parallel => &[P::AttnNorm],
-            ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
+            ResidualPlan::PreAndPostNorm | ResidualPlan::AltUp(_) => {
+                &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm]
+            }
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };
         let bias = self.0.hidden_norm.has_bias();
@@ -323,6 +348,7 @@ impl BlockLayout {
             ChannelMixer::MlpAndExperts(mixer) => table.mlp_and_experts(mixer),
         });
         rows.extend(table.norms(block.residual));
+        rows.extend(block.residual.alt_up().into_iter().flat_map(|alt_up| table.alt_up(*alt_up, layer)));
         rows.extend(block.per_layer_input.iter().flat_map(|input| table.per_layer_input(input, layer)));
         rows.extend(block.has_output_factor.then(|| table.norm(BlockPart::OutputFactor, 1, false)));
         // Linear layers come before norms: runs number parameters and dropout masks in this order.
@@ -364,7 +390,7 @@ impl BlockLayout {
 /// over all blocks, and the table of per-layer inputs, of which it reads a row; 0 without both.
 pub fn unused_weights(config: &ModelConfig) -> u64 {
     let of_layer = |layer| BlockLayout::new(config, layer).unused_weights(config, layer);
-    let table = (config.vocab_size * config.per_layer_width(config.num_layers())) as u64;
+    let table = (config.per_layer_rows() * config.per_layer_width(config.num_layers())) as u64;
     (0..config.num_layers()).map(of_layer).sum::<u64>() + table
 }
 
@@ -402,10 +428,21 @@ pub fn stacked_experts(config: &ModelConfig) -> Vec<StackParts> {
 pub fn per_layer_modules(config: &ModelConfig) -> Vec<String> {
     let is_part = |module: &NamedModule| match module.part {
         ModelPart::EmbedPerLayer => true,
-        ModelPart::Block { part, .. } => part.is_of_model(),
+        ModelPart::Block { part, .. } => part.makes_per_layer_inputs(),
         _ => false,
     };
     model_modules(config).into_iter().filter(is_part).map(|module| module.name).collect()
+}
+
+/// Returns the modules of blocks whose names have no block, and the table of per-layer inputs; none
+/// in most families.
+pub fn modules_beside_blocks(config: &ModelConfig) -> Vec<String> {
+    let is_beside = |module: &NamedModule| match module.part {
+        ModelPart::EmbedPerLayer => true,
+        ModelPart::Block { part, .. } => part.is_of_model(),
+        _ => false,
+    };
+    model_modules(config).into_iter().filter(is_beside).map(|module| module.name).collect()
 }
 
 /// A part of the model whose weights are used together.
@@ -477,7 +514,7 @@ pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let mut all = vec![whole(EMBED_TOKENS_MODULE, ModelPart::EmbedTokens, table)];
     let per_layer = config.per_layer_width(config.num_layers());
     if per_layer > 0 {
-        let table = WeightShape::Matrix { out: config.vocab_size, inputs: per_layer };
+        let table = WeightShape::Matrix { out: config.per_layer_rows(), inputs: per_layer };
         all.push(whole(EMBED_PER_LAYER_MODULE, ModelPart::EmbedPerLayer, table));
     }
     for layer in 0..config.num_layers() {

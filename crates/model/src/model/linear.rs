@@ -21,7 +21,9 @@ use super::panels_ahead::PanelWeights;
 use super::{Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
+use crate::ops::matmul_quantized::{
+    Weight, dequantize, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
+};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{converted, stacked, zero};
@@ -60,8 +62,6 @@ struct Part<'a> {
     grad: Option<&'a TensorMut>,
     /// The weights in fp8, if they are multiplied so.
     fp8: Option<Fp8Part>,
-    /// The weights as one dequantized matrix, if it was made ahead.
-    panel: Option<Tensor>,
 }
 
 /// The inputs of the adapters' backward of a [`MergedLinear`], besides its input.
@@ -90,17 +90,8 @@ impl MergedLinear {
     /// Returns the layers in parts with one product each. On a GPU all layers with weights of one
     /// kind are one part, but not with DoRA, which needs the product of a single layer. Elsewhere
     /// layers are one part if they are contiguous and have no adapters. Layers in fp8 are one part
-    /// on any device. So are layers with a `panel`.
-    fn parts(&self, device: &Device, has_dora: bool, panel: Option<Tensor>) -> Result<Vec<Part<'_>>> {
-        if panel.is_some() {
-            return Ok(vec![Part {
-                layers: &self.layers,
-                weights: Vec::new(),
-                grad: None,
-                fp8: None,
-                panel,
-            }]);
-        }
+    /// on any device.
+    fn parts(&self, device: &Device, has_dora: bool) -> Result<Vec<Part<'_>>> {
         if let Some(fp8) = &self.fp8 {
             return self.fp8_parts(fp8, has_dora);
         }
@@ -118,7 +109,7 @@ impl MergedLinear {
         let each = if has_dora { 1 } else { fp8.layers };
         let mut start = 0;
         let part = |layers| {
-            let part = Part { layers, weights: weights_of(layers), grad: None, fp8: None, panel: None };
+            let part = Part::frozen(layers, weights_of(layers));
             let len = part.columns()?.iter().map(|(_, len)| len).sum();
             start += len;
             Ok(Part { fp8: Some(fp8.part(start - len, len)?), ..part })
@@ -175,7 +166,7 @@ impl MergedLinear {
     fn merged(&self) -> Option<Part<'_>> {
         let merged = self.merged.as_ref()?;
         let weights = vec![Weight::Dense(&merged.value)];
-        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref(), fp8: None, panel: None })
+        Some(Part { grad: merged.grad.as_ref(), ..Part::frozen(&self.layers, weights) })
     }
 
     /// Returns the quantized weights of all layers, if a product on a GPU dequantizes them as one
@@ -193,7 +184,7 @@ impl MergedLinear {
         self.merged().or_else(|| {
             let weights = weights_of(&self.layers);
             let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
-            quantized.then_some(Part { layers: &self.layers, weights, grad: None, fp8: None, panel: None })
+            quantized.then(|| Part::frozen(&self.layers, weights))
         })
     }
 
@@ -203,18 +194,20 @@ impl MergedLinear {
         group: LoraGroup<'a>,
         saved: &[Option<BranchSaved>],
         dy: &Tensor,
-        (dx, panel): (Option<&TensorMut>, Option<Tensor>),
+        (dx, branch): (Option<&TensorMut>, BranchContext<'_>),
     ) -> Result<PendingGradients<'a>> {
-        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None, fp8: None, panel: None };
+        let all = Part::frozen(&self.layers, Vec::new());
         let du = group.backward(saved, dy, &all.columns()?)?;
         match dx {
             Some(dx) if self.fp8.is_some() => self.input_gradient_in_fp8(dx, dy, group.to_input(&du))?,
             Some(dx) => {
-                let weights = match &panel {
-                    Some(panel) => vec![Weight::Dense(panel)],
-                    None => self.merged().map_or_else(|| weights_of(&self.layers), |merged| merged.weights),
-                };
-                input_gradient(dx, dy, &weights, group.to_input(&du))?;
+                let weights = self.merged().map_or_else(|| weights_of(&self.layers), |merged| merged.weights);
+                match branch.panel(&weights)? {
+                    Some(panel) => {
+                        input_gradient(dx, dy, &[Weight::Dense(&panel)], group.to_input(&du))?;
+                    }
+                    None => input_gradient(dx, dy, &weights, group.to_input(&du))?,
+                }
             }
             None => {}
         }
@@ -231,7 +224,7 @@ impl MergedLinear {
         let (dx, factor) = (ColumnViewMut::all(dx), ColumnView::all(low_rank.factor));
         matmul(dx, low_rank.u, factor, Transpose::Nn, low_rank.scale, Addend::Nothing)?;
         let mut start = 0;
-        for part in self.parts(dy.device(), false, None)? {
+        for part in self.parts(dy.device(), false)? {
             let len = part.columns()?.iter().map(|(_, len)| len).sum();
             part.base()?.multiply(
                 dx,
@@ -252,28 +245,33 @@ fn weights_of(layers: &[Linear]) -> Vec<Weight<'_>> {
 impl<'a> Part<'a> {
     fn of(layer: &'a Linear) -> Self {
         let layers = std::slice::from_ref(layer);
-        Part { layers, weights: weights_of(layers), grad: layer.weight.grad(), fp8: None, panel: None }
+        Part { grad: layer.weight.grad(), ..Part::frozen(layers, weights_of(layers)) }
+    }
+
+    /// Returns a part whose weights have no gradient.
+    fn frozen(layers: &'a [Linear], weights: Vec<Weight<'a>>) -> Self {
+        Part { layers, weights, grad: None, fp8: None }
     }
 
     /// Returns the weights, with their codes if they are multiplied in fp8.
     fn base(&self) -> Result<BaseWeights<'_>> {
         let codes = self.fp8.as_ref().map(|fp8| fp8.codes(&self.weights)).transpose()?;
-        let values =
-            self.panel.as_ref().map_or_else(|| self.weights.clone(), |panel| vec![Weight::Dense(panel)]);
-        Ok(BaseWeights { values, codes })
+        Ok(BaseWeights { values: self.weights.clone(), codes })
     }
 
-    /// Multiplies by the weights, and frees a panel of them: branches with dropout may follow.
+    /// Multiplies by the weights, or by their panel if it was made ahead.
     fn multiply(
-        &mut self,
+        &self,
+        branch: BranchContext<'_>,
         dst: ColumnViewMut<'_>,
         a: ColumnView<'_>,
         form: Transpose,
         added: Addend<'_>,
     ) -> Result<()> {
-        let done = self.base()?.multiply(dst, a, form, added);
-        self.panel = None;
-        done
+        match branch.panel(&self.weights)? {
+            Some(panel) => matmul_weight(dst, a, Weight::Dense(&panel), form, added),
+            None => self.base()?.multiply(dst, a, form, added),
+        }
     }
 
     /// Returns the first column and the width of each layer's output, relative to the part.
@@ -290,7 +288,7 @@ impl<'a> Part<'a> {
     /// Writes the outputs to the columns from `start` on, plus `added`. Returns the column after
     /// the last.
     fn forward(
-        mut self,
+        &self,
         x: &Tensor,
         (y, start): (&TensorMut, usize),
         added: Addend<'_>,
@@ -320,9 +318,9 @@ impl<'a> Part<'a> {
             saved.0.push(Some(down));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
-            let base = |part: &mut Self, added| part.multiply(all, ColumnView::all(x), Transpose::Nt, added);
+            let base = |added| self.multiply(branch, all, ColumnView::all(x), Transpose::Nt, added);
             if !branches_first {
-                base(&mut self, added)?;
+                base(added)?;
             }
             let added = if branches_first { added } else { Addend::Destination };
             for ((lora, down), columns) in loras.iter().zip(downs).zip(&columns) {
@@ -334,7 +332,7 @@ impl<'a> Part<'a> {
                 saved.0.push((*lora).map(through).transpose()?);
             }
             if branches_first {
-                base(&mut self, Addend::Destination)?;
+                base(Addend::Destination)?;
             }
         }
         for (layer, columns) in self.layers.iter().zip(&columns) {
@@ -349,17 +347,18 @@ impl<'a> Part<'a> {
     /// `pending`. Adds to `dx`, or writes it unless `added`, the gradient through its layers of the
     /// columns of `dy` from `start` on. Returns the column after the last.
     fn backward(
-        mut self,
+        &self,
         saved: &[Option<BranchSaved>],
         (dy, start): (&Tensor, usize),
         dx: Option<(&TensorMut, Addend<'_>)>,
+        branch: BranchContext<'_>,
         pending: &mut PendingGradients<'a>,
     ) -> Result<usize> {
         let columns = self.columns()?;
         let len = columns.iter().map(|(_, len)| len).sum();
         let all = ColumnView { tensor: dy, start, len };
         let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
-        let (layers, source) = (self.layers, pending.source);
+        let (layers, source) = (self.layers, branch.source);
         let branches =
             || layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().zip(saved.as_ref()));
         if let ([_], Some(Some((lora, saved)))) = (layers, branches().next())
@@ -382,17 +381,17 @@ impl<'a> Part<'a> {
             let branches_first = has_kernels(dy.device())
                 && branches().all(|branch| branch.is_some_and(|(lora, _)| writes_first(lora)));
             let mut dx = dx;
-            let base = |part: &mut Self, dx: Option<(&TensorMut, Addend<'_>)>| {
+            let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
                 dx.map_or(Ok(()), |(dx, added)| {
-                    part.multiply(ColumnViewMut::all(dx), all, Transpose::Nn, added)
+                    self.multiply(branch, ColumnViewMut::all(dx), all, Transpose::Nn, added)
                 })
             };
             if !branches_first {
-                base(&mut self, dx)?;
+                base(dx)?;
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
-            for (branch, columns) in branches().zip(&columns) {
-                let Some((lora, saved)) = branch else { continue };
+            for (adapter, columns) in branches().zip(&columns) {
+                let Some((lora, saved)) = adapter else { continue };
                 let du = lora.up_backward(saved, of_layer(columns))?;
                 if let Some(dx) = dx {
                     lora.down_backward(&du, dx, source)?;
@@ -401,7 +400,7 @@ impl<'a> Part<'a> {
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             if branches_first {
-                base(&mut self, dx)?;
+                base(dx)?;
             }
         }
         self.add_gradients((dy, start), pending)
@@ -476,9 +475,8 @@ pub(super) fn forward_into(
         Some(group) => group.down(x)?,
         None => vec![None; linear.layers.len()],
     };
-    let (mut saved, panel) = (LoraSaved::default(), branch.panel(|| linear.quantized())?);
-    let mut start = 0;
-    for part in linear.parts(x.device(), has_dora, panel)? {
+    let (mut saved, mut start) = (LoraSaved::default(), 0);
+    for part in linear.parts(x.device(), has_dora)? {
         let of_part = downs.drain(..part.layers.len()).collect();
         start = part.forward(x, (y, start), added, branch, (of_part, &mut saved))?;
     }
@@ -546,23 +544,21 @@ pub(super) fn backward_parts<'a>(
     dx: Option<&TensorMut>,
     branch: BranchContext<'_>,
 ) -> Result<PendingGradients<'a>> {
-    // Without a gradient of the input nothing multiplies by the weights.
-    let panel = dx.map_or(Ok(None), |_| branch.panel(|| linear.quantized()))?;
     let source = branch.source;
     let loras = || {
         linear.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().filter(|_| saved.is_some()))
     };
     if let Some(group) = LoraGroup::of(loras(), dy, source)? {
-        return linear.backward_grouped(group, saved, dy, (dx, panel));
+        return linear.backward_grouped(group, saved, dy, (dx, branch));
     }
     let has_dora = loras().flatten().any(Lora::is_dora);
     let (mut start, mut layer) = (0, 0);
     let mut pending = PendingGradients { source, ..PendingGradients::default() };
-    for part in linear.parts(dy.device(), has_dora, panel)? {
+    for part in linear.parts(dy.device(), has_dora)? {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
         let of_part = &saved[layer..layer + part.layers.len()];
         layer += of_part.len();
-        start = part.backward(of_part, (dy, start), dx, &mut pending)?;
+        start = part.backward(of_part, (dy, start), dx, branch, &mut pending)?;
     }
     Ok(pending)
 }

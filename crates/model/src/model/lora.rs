@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Param;
 use super::fp8_base::BaseWeights;
-use super::panels_ahead::{PanelWeights, PanelsAhead};
+use super::panels_ahead::PanelsAhead;
 use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
@@ -153,16 +153,19 @@ impl BranchContext<'_> {
         BranchContext { adapter, source, panels: None }
     }
 
-    /// Returns the panel of the weights of a product, if it was made ahead.
+    /// Returns the panel of the weights of a product, if it was made ahead, as
+    /// [`PanelsAhead::take`].
     ///
     /// # Errors
-    /// The device has not enough memory, or an operation of it failed.
-    pub(super) fn panel<'w>(
-        &self,
-        weights: impl FnOnce() -> Option<PanelWeights<'w>>,
-    ) -> Result<Option<Tensor>> {
+    /// An operation of the device failed.
+    pub(super) fn panel(&self, weights: &[Weight<'_>]) -> Result<Option<Tensor>> {
         let Some(panels) = self.panels else { return Ok(None) };
-        weights().map_or(Ok(None), |weights| panels.take(&weights))
+        let quantized = weights.iter().map(|weight| match weight {
+            Weight::Quantized(weight) => Some(*weight),
+            Weight::Dense(_) => None,
+        });
+        let quantized = quantized.collect::<Option<Vec<_>>>();
+        quantized.map_or(Ok(None), |weights| panels.take(&weights))
     }
 }
 

@@ -36,17 +36,17 @@ mod stored;
 
 pub use assemble::ParamLookup;
 pub use block::{
-    ActivationWeights, AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, Carried,
-    CarriedBackward, CarriedGradients, ChannelMixerWeights, ConvState, DeltaState, DropoutContext,
+    ActivationWeights, AltUpWeights, AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights,
+    Carried, CarriedBackward, CarriedGradients, ChannelMixerWeights, ConvState, DeltaState, DropoutContext,
     ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, KeyValueCache,
-    LatentUp, LatentWeights, MixerNorms, MlpAndExpertsWeights, PerLayerModelWeights, PerLayerWeights,
-    PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, TokenMixerWeights, XieluWeights,
-    backward, forward, recompute,
+    LatentUp, LatentWeights, LaurelWeights, MixerNorms, MlpAndExpertsWeights, PerLayerModelWeights,
+    PerLayerWeights, PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, StreamEnds,
+    TokenMixerWeights, XieluWeights, backward, forward, recompute,
 };
 pub use block_part::XIELU;
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
+    AltUp, AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
     LatentMixer, MlpActivation, MlpAndExperts, PerLayerInput, PlainMlp, QkNormWidth, ResidualPlan,
     SharedExpert, Sharing, ShortConvMixer, TokenMixer, Values,
 };
@@ -60,8 +60,8 @@ pub use families::{
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
 pub use layout::{
-    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, per_layer_modules, stacked_experts,
-    unused_weights,
+    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, modules_beside_blocks, per_layer_modules,
+    stacked_experts, unused_weights,
 };
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;

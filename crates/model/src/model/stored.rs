@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashSet};
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{AttentionMixer, BlockConfig};
-use super::layout::{per_layer_modules, stacked_experts};
+use super::layout::{modules_beside_blocks, stacked_experts};
 use super::parameters;
 use crate::error::{Error, Result};
 use crate::units;
@@ -92,13 +92,13 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     }
     let keys = set_apart_keys(config, files);
     let Some(whole) = &config.text_of else { return note_keys(files, keys) };
-    let per_layer = per_layer_modules(config);
+    let beside = modules_beside_blocks(config);
     // Such a model has a container in its names by design.
     files.forget_names();
     let [_, quantized] = files.set_apart(|name| {
         let parts = ["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."];
         let is_part = parts.iter().any(|start| name.starts_with(start));
-        !is_part && !per_layer.iter().any(|module| is_of(name, module))
+        !is_part && !beside.iter().any(|module| is_of(name, module))
     });
     // A GGUF file holds the text part alone.
     let writes_whole = quantized == 0 && files.source() == files.folder();

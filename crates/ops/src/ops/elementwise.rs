@@ -144,7 +144,7 @@ pub fn stack_rows(parts: &[&Tensor]) -> Result<Tensor> {
 }
 
 /// Returns `factor · x`, of the same shape and dtype; f32 inside, rounded once. A factor of 1
-/// copies nothing. On a GPU, candle's kernel computes it.
+/// copies nothing.
 ///
 /// # Errors
 /// Fails if the tensor is not contiguous, or an operation of the device fails.
@@ -153,8 +153,10 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let _span = span(|| SpanInfo::op("scaled").dims(x.dims()).moves(&[x, x]));
-    if !x.device().is_cpu() {
-        return Ok(x.affine(factor, 0.0)?);
+    match Route::of(x, are_floats([x.dtype()])) {
+        Route::Kernel(driver) => return cuda::scaled(driver, x, factor as f32),
+        Route::Composed => return Ok(x.affine(factor, 0.0)?),
+        Route::Cpu => {}
     }
     let factor = factor as f32;
     with_elem!(x.dtype(), T => {

@@ -22,7 +22,7 @@ use crate::runtime::cpu_tensor::{
 };
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
-use crate::runtime::device_memory::allocated;
+use crate::runtime::device_memory::{allocated, allocated_if_free};
 use crate::runtime::trace::{SpanInfo, span};
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
@@ -203,7 +203,26 @@ fn product_info(
 /// # Errors
 /// Fails if the dtype is not supported by the ops, or the device has not enough memory.
 pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
-    let made = || match device {
+    let made = || unwritten_matrix(rows, cols, dtype, device);
+    allocated(device, rows * cols * dtype.size_in_bytes(), made)
+}
+
+/// Works like [`empty`] for a tensor that the caller can do without: returns none if the device has
+/// not enough memory at once.
+///
+/// # Errors
+/// Fails if the dtype is not supported by the ops.
+pub(super) fn empty_if_free(
+    rows: usize,
+    cols: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Option<TensorMut>> {
+    allocated_if_free(|| unwritten_matrix(rows, cols, dtype, device))
+}
+
+fn unwritten_matrix(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
+    match device {
         Device::Cpu => {
             with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)).map(TensorMut::new))
         }
@@ -212,8 +231,7 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
             with_elem!(dtype, T => Ok(TensorMut::new(unwritten_on_gpu::<T>(device, (rows, cols))?)))
         }
         _ => TensorMut::zeros((rows, cols), dtype, device),
-    };
-    allocated(device, rows * cols * dtype.size_in_bytes(), made)
+    }
 }
 
 /// Computes `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with

@@ -50,5 +50,5 @@ pub mod xielu;
 
 pub use gpu::{GEMM_WORKSPACE, has_kernels, preload};
 #[cfg(feature = "kernel-emu")]
-pub use gpu::{GpuWork, RecordedWork, count_process, record, requested_work};
+pub use gpu::{GpuWork, PanelProduct, RecordedWork, count_process, record, requested_work};
 pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

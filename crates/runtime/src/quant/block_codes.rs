@@ -179,10 +179,10 @@ fn iq4_scale(values: &[f32]) -> f32 {
         return 0.0;
     }
     // The largest value gets about the code of -127, or, first, that of 113.
-    let divisors = std::iter::once(127).chain((-TRIES..=TRIES).map(|t| i16::from(IQ4[0]) + i16::from(t)));
+    let divisors = std::iter::once(127.0).chain((-TRIES..=TRIES).map(|t| IQ4[0] + f32::from(t)));
     let [mut scale, mut best] = [0f32; 2];
     for divisor in divisors {
-        let factor = f32::from(divisor) / largest;
+        let factor = divisor / largest;
         let [mut products, mut squares] = [0f32; 2];
         for value in values {
             let code = nearest_iq4(factor * value);
@@ -199,11 +199,8 @@ fn iq4_scale(values: &[f32]) -> f32 {
 
 /// Returns the number of IQ4 that is nearest to `x`.
 fn nearest_iq4(x: f32) -> f32 {
-    let numbers = IQ4.iter().map(|number| f32::from(*number));
-    numbers.fold(
-        f32::from(IQ4[0]),
-        |best, number| if (number - x).abs() < (best - x).abs() { number } else { best },
-    )
+    IQ4.into_iter()
+        .fold(IQ4[0], |best, number| if (number - x).abs() < (best - x).abs() { number } else { best })
 }
 
 /// Writes the scales of a block in IQ4_XS: one of 6 bits for each 32 values, and their unit.

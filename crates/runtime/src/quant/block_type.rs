@@ -81,6 +81,15 @@ impl BlockType {
         self.facts().bytes
     }
 
+    /// Returns the values of its 16 codes, if they are in a table.
+    pub(super) fn table(self) -> &'static [f32] {
+        match self {
+            Self::IQ4NL | Self::IQ4XS => &IQ4,
+            Self::MXFP4 => &E2M1,
+            _ => &[],
+        }
+    }
+
     /// Returns whether its blocks have several elements.
     pub fn is_quantized(self) -> bool {
         self.elements() > 1
@@ -136,9 +145,12 @@ struct BlockFacts {
 }
 
 /// Values of four bits in IQ4_NL and IQ4_XS.
-pub(super) const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// Twice the values of e2m1.
-const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) static IQ4: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+];
+/// Twice the values of e2m1; no zero has a sign.
+static E2M1: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
@@ -266,7 +278,7 @@ fn q6_k(block: &[u8], out: &mut [f32]) {
 
 fn iq4_nl(block: &[u8], out: &mut [f32]) {
     let d = half(block, 0);
-    nibbles(&block[2..], out, |_, code| d * f32::from(IQ4[usize::from(code)]));
+    nibbles(&block[2..], out, |_, code| d * IQ4[usize::from(code)]);
 }
 
 fn iq4_xs(block: &[u8], out: &mut [f32]) {
@@ -274,7 +286,7 @@ fn iq4_xs(block: &[u8], out: &mut [f32]) {
     for (g, out) in out.chunks_exact_mut(32).enumerate() {
         let low = block[4 + g / 2] >> (g % 2 * 4) & 15;
         let scale = d * (f32::from(u16::from(low) | (high >> (2 * g) & 3) << 4) - 32.0);
-        nibbles(&block[8 + 16 * g..][..16], out, |_, code| scale * f32::from(IQ4[usize::from(code)]));
+        nibbles(&block[8 + 16 * g..][..16], out, |_, code| scale * IQ4[usize::from(code)]);
     }
 }
 
@@ -282,7 +294,7 @@ fn mxfp4(block: &[u8], out: &mut [f32]) {
     // Half of 2^(e - 127), since the values are doubled; subnormal for the two smallest.
     let e = u32::from(block[0]);
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
-    nibbles(&block[1..], out, |_, code| d * f32::from(E2M1[usize::from(code)]));
+    nibbles(&block[1..], out, |_, code| d * E2M1[usize::from(code)]);
 }
 
 #[cfg(test)]

@@ -78,14 +78,15 @@ pub trait QuantScheme: Debug + Send + Sync {
     }
 }
 
-/// Facts of a format for products. A value is `table[code] * scale / divisor`.
+/// Facts of a format for products. A value in a format of blocks is
+/// `table[code] * scale / divisor`.
 #[derive(Debug, Clone, Copy)]
 pub struct ProductHint {
     /// Consecutive values that share a scale.
     pub block_size: usize,
     /// Bits of a code.
     pub bits: usize,
-    /// Value of each code: 16 or 256 values.
+    /// Value of each code: 16 or 256 values; none if the format has no table.
     pub table: &'static [f32],
     /// Divisor of all values, if it is not 1.
     pub divisor: Option<f32>,
@@ -93,7 +94,7 @@ pub struct ProductHint {
     pub kernel: Option<PanelKernel>,
 }
 
-/// Kernels of `kernels/dequantize.cu`.
+/// Kernels of `kernels/dequantize.cu`, and of the two files beside it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PanelKernel {
     /// Table of 16 values, two codes in a byte.
@@ -102,4 +103,8 @@ pub enum PanelKernel {
     Int8,
     /// Integers whose scales belong to 127.
     Int8Rows,
+    /// A grid of scales ([`super::GridFormat`]): dequantize_grid.cu.
+    Grid,
+    /// Blocks of GGUF ([`super::GgmlFormat`]): dequantize_blocks.cu.
+    Blocks,
 }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::e4m3::{E4M3, to_e4m3};
 
-/// The type of scales.
+/// The type of scales. `kernels/dequantize_grid.cu` has their numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each name says its width and kind")]
 pub enum ScaleDtype {

@@ -254,7 +254,7 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
     // A separate stream: the default streams are one per host thread, unordered among each other.
     let device = CudaDevice::new_with_stream(index)?;
     // SAFETY: before the first allocation. All memory is allocated and freed on the stream above,
-    // and work on other streams is ordered with it by events.
+    // and work on other streams, such as copies of offloaded weights, is ordered with it by events.
     unsafe { device.disable_event_tracking() };
     Ok(Device::Cuda(device))
 }

@@ -1,5 +1,6 @@
 //! Allocation of device memory: a refused request is repeated once, after the memory that the GPU's
-//! pool caches was returned to the system. Its error names its size and the use of the memory.
+//! pool caches was returned to the system, and after optional values of its thread were dropped
+//! ([`super::optional_memory`]). Its error names its size and the use of the memory.
 //!
 //! In a step, candle itself allocates where it converts or stacks tensors ([`super::copy`]); these
 //! requests are repeated too. Not repeated are those inside composed operations, which only compute
@@ -10,6 +11,7 @@ use std::fmt;
 use candle_core::Device;
 
 use super::gpu_pool::make_room;
+use super::optional_memory::release_optional;
 use super::planned_failure::PlannedFailure;
 use crate::error::{DeviceFault, Error, Result};
 use crate::units;
@@ -49,8 +51,27 @@ fn allocated_as<T, E: Into<Error>>(
     requested(bytes, || with_room(kind, || make_room(device), make))
 }
 
-/// Runs `make`. If it runs out of GPU memory, calls `make_room` and runs it again, once. `kind` is
-/// the failure that a test may plan here.
+/// Runs `make`, which allocates on a device what the caller can do without. Returns none if the GPU
+/// is out of memory; then nothing is waited for, returned to the system or tried again.
+///
+/// # Errors
+/// The other errors of `make`.
+pub fn allocated_if_free<T, E: Into<Error>>(make: impl FnOnce() -> Result<T, E>) -> Result<Option<T>> {
+    if PlannedFailure::OptionalRequest.strikes() {
+        return Ok(None);
+    }
+    match make().map_err(Into::into) {
+        Err(error) if is_out_of_memory(&error) => Ok(None),
+        made => made.map(Some),
+    }
+}
+
+fn is_out_of_memory(error: &Error) -> bool {
+    error.device_fault() == Some(DeviceFault::OutOfMemory)
+}
+
+/// Runs `make`. If it runs out of GPU memory, drops the optional values of this thread, calls
+/// `make_room` and runs it again, once. `kind` is the failure that a test may plan here.
 ///
 /// # Errors
 /// The errors of `make` and of `make_room`.
@@ -69,7 +90,8 @@ pub fn with_room<T>(
         make()
     };
     match attempt() {
-        Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => {
+        Err(error) if is_out_of_memory(&error) => {
+            release_optional();
             make_room()?;
             attempt()
         }

@@ -16,6 +16,7 @@ pub mod gpu_pool;
 pub mod gpu_support;
 pub mod machine;
 pub mod mmap;
+pub mod optional_memory;
 pub mod param_storage;
 #[cfg(feature = "cuda")]
 mod pinned;

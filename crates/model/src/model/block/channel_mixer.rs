@@ -9,6 +9,7 @@ use super::plain_mlp::{PlainMlpSaved, PlainMlpWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
+use crate::model::block_part::LinearGroup;
 use crate::model::composition::ChannelMixer;
 use crate::model::linear::{MergedLinear, PendingGradients};
 use crate::ops::elementwise::add;
@@ -40,23 +41,24 @@ impl ChannelMixerWeights {
         }
     }
 
-    /// Returns the linear layers outside experts in the order of their products in forward.
-    pub(super) fn products(&self) -> Vec<&MergedLinear> {
-        match self {
-            ChannelMixerWeights::GatedMlp(mlp) => vec![&mlp.gate_up, &mlp.down],
-            ChannelMixerWeights::PlainMlp(mlp) => vec![&mlp.up, &mlp.down],
-            ChannelMixerWeights::Experts(_) => Vec::new(),
-            ChannelMixerWeights::MlpAndExperts(both) => vec![&both.mlp.gate_up, &both.mlp.down],
+    /// Returns the layers of a group outside experts, if the mixer has it.
+    pub(super) fn linear(&self, group: LinearGroup) -> Option<&MergedLinear> {
+        let (first, second) = match self {
+            ChannelMixerWeights::GatedMlp(mlp) => (&mlp.gate_up, &mlp.down),
+            ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),
+            ChannelMixerWeights::Experts(_) => return None,
+            ChannelMixerWeights::MlpAndExperts(both) => (&both.mlp.gate_up, &both.mlp.down),
+        };
+        match group {
+            LinearGroup::GateUp => Some(first),
+            LinearGroup::Down => Some(second),
+            _ => None,
         }
     }
 
-    /// Returns the same without the product that [`ChannelMixerWeights::recompute`] leaves out.
-    pub(super) fn products_of_recompute(&self) -> Vec<&MergedLinear> {
-        let mut all = self.products();
-        if matches!(self, ChannelMixerWeights::GatedMlp(_) | ChannelMixerWeights::PlainMlp(_)) {
-            all.pop();
-        }
-        all
+    /// Returns whether [`ChannelMixerWeights::recompute`] multiplies by the layers of a group.
+    pub(super) fn is_recomputed(&self, group: LinearGroup) -> bool {
+        group != LinearGroup::Down || matches!(self, ChannelMixerWeights::MlpAndExperts(_))
     }
 
     /// Returns the layers whose dequantized panels serve recomputing and backward. Recomputing

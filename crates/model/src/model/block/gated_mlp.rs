@@ -5,10 +5,13 @@
 //! ```
 //!
 //! Backward recomputes the gated product, which is elementwise, in the pass that computes its
-//! gradient.
+//! gradient. In Gemma 3n gates are cut off before their activation, which it recomputes too.
+
+use std::borrow::Cow;
 
 use candle_core::{DType, Tensor};
 
+use super::gate_cutoff::{cut_off, cut_off_backward};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::ModelConfig;
@@ -66,7 +69,7 @@ impl GatedMlpWeights {
         residual: Option<&Tensor>,
     ) -> Result<(Tensor, GatedMlpSaved)> {
         let (gate_up, lora_gate_up) = linear::forward(&self.gate_up, x, None, pass.branch())?;
-        let product = glu(&gate_up, self.mixer.activation)?;
+        let product = glu(&*self.cut_off(&gate_up)?, self.mixer.activation)?;
         let (y, lora_down) = linear::forward(&self.down, &product, residual, pass.branch())?;
         Ok((y, GatedMlpSaved { gate_up, lora_gate_up, lora_down }))
     }
@@ -75,9 +78,17 @@ impl GatedMlpWeights {
     /// `down_proj`.
     pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<GatedMlpSaved> {
         let (gate_up, lora_gate_up) = linear::forward(&self.gate_up, x, None, pass.branch())?;
-        let product = || glu(&gate_up, self.mixer.activation);
+        let product = || glu(&*self.cut_off(&gate_up)?, self.mixer.activation);
         let lora_down = linear::recompute(&self.down, product, pass.branch())?;
         Ok(GatedMlpSaved { gate_up, lora_gate_up, lora_down })
+    }
+
+    /// Returns the input of the gated product: gates, cut off if the mixer says so, and ups.
+    fn cut_off<'t>(&self, gate_up: &'t Tensor) -> Result<Cow<'t, Tensor>> {
+        match self.mixer.gate_deviations {
+            Some(deviations) => cut_off(gate_up, deviations).map(Cow::Owned),
+            None => Ok(Cow::Borrowed(gate_up)),
+        }
     }
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
@@ -93,7 +104,11 @@ impl GatedMlpWeights {
         drop(dout);
         // The gradient's memory becomes that of the product.
         let product = TensorMut::new(dproduct);
-        let dgate_up = glu_backward(&saved.gate_up, &product, self.mixer.activation)?;
+        let dgate_up = glu_backward(&*self.cut_off(&saved.gate_up)?, &product, self.mixer.activation)?;
+        let dgate_up = match self.mixer.gate_deviations {
+            Some(deviations) => cut_off_backward(&saved.gate_up, &dgate_up, deviations)?,
+            None => dgate_up,
+        };
         pending.add(&product)?;
         drop(product);
         let (dinput, pending) =

@@ -229,11 +229,6 @@ impl LatentUp {
 }
 
 impl LatentWeights {
-    /// Returns the projections of the latents.
-    pub(super) fn ups(&self) -> impl Iterator<Item = &MergedLinear> {
-        self.q_up.iter().chain([&self.kv_up]).map(|up| &up.up)
-    }
-
     /// Returns the linear layers for changes to them.
     pub(super) fn linears(&mut self) -> Vec<&mut MergedLinear> {
         let ups = self.q_up.iter_mut().chain([&mut self.kv_up]).map(|up| &mut up.up);

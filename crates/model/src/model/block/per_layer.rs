@@ -11,10 +11,9 @@
 use candle_core::{DType, Tensor};
 
 use super::carried::CarriedBackward;
-use super::{
-    HalfEnds, LayerPass, MixerBackward, MixerGradients, MixerNorms, around_mixer, around_mixer_backward,
-};
+use super::{HalfEnds, LayerPass, MixerBackward, MixerGradients, MixerNorms, around_mixer_backward};
 use crate::error::{Error, Result};
+use crate::model::block_part::LinearGroup;
 use crate::model::composition::PerLayerInput;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::model::{Carried, ModelConfig, Param};
@@ -58,7 +57,7 @@ pub(super) struct PerLayerSaved {
     /// The output of the gate, `[N, P]`.
     gate: Tensor,
     /// The projected input before its norm, `[N, D]`.
-    out: Option<Tensor>,
+    out: Tensor,
     lora_gate: LoraSaved,
     lora_projection: LoraSaved,
 }
@@ -73,7 +72,7 @@ impl PerLayerSaved {
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         let PerLayerSaved { y, gate, out, lora_gate, lora_projection } = self;
-        [y, gate].into_iter().chain(out).chain(lora_gate.tensors()).chain(lora_projection.tensors()).collect()
+        [y, gate, out].into_iter().chain(lora_gate.tensors()).chain(lora_projection.tensors()).collect()
     }
 }
 
@@ -84,10 +83,13 @@ impl PerLayerWeights {
         [&mut self.gate, &mut self.projection].into_iter().chain(model)
     }
 
-    /// Returns the linear layers of each block in the order of their products in forward. The one
-    /// that makes the inputs of all blocks makes its own panels.
-    pub(super) fn products(&self) -> [&MergedLinear; 2] {
-        [&self.gate, &self.projection]
+    /// Returns the layers of a group, if it is one of these.
+    pub(super) fn linear(&self, group: LinearGroup) -> Option<&MergedLinear> {
+        match group {
+            LinearGroup::PerLayerGate => Some(&self.gate),
+            LinearGroup::PerLayerProjection => Some(&self.projection),
+            _ => None,
+        }
     }
 
     /// Adds the block's input to the output `y: [N, D]` of its mixers. Also returns the tensors
@@ -98,15 +100,22 @@ impl PerLayerWeights {
         y: Tensor,
         carried: &Carried,
     ) -> Result<(Tensor, PerLayerSaved)> {
-        let half = around_mixer(&self.norms, pass.config, (&y, &y), |y, _| {
-            let (gate, lora_gate) = linear::forward(&self.gate, y, None, pass.branch())?;
-            let gated = glu(&self.gate_and_input(pass, &gate, carried)?, self.input.activation)?;
-            let (out, lora_projection) = linear::forward(&self.projection, &gated, None, pass.branch())?;
-            Ok((out, (gate, [lora_gate, lora_projection])))
-        })?;
-        let (gate, [lora_gate, lora_projection]) = half.saved;
-        let saved = PerLayerSaved { y: y.clone(), gate, out: half.out, lora_gate, lora_projection };
-        Ok((half.y, saved))
+        let (added, saved) = self.branch(pass, y, carried)?;
+        Ok((add(&saved.y, &added)?, saved))
+    }
+
+    /// Works like [`PerLayerWeights::forward`] without the sum: returns the addend.
+    pub(super) fn branch(
+        &self,
+        pass: LayerPass<'_>,
+        y: Tensor,
+        carried: &Carried,
+    ) -> Result<(Tensor, PerLayerSaved)> {
+        let (gate, lora_gate) = linear::forward(&self.gate, &y, None, pass.branch())?;
+        let gated = glu(&self.gate_and_input(pass, &gate, carried)?, self.input.activation)?;
+        let (out, lora_projection) = linear::forward(&self.projection, &gated, None, pass.branch())?;
+        let added = self.norms.output(pass.config, &out)?;
+        Ok((added, PerLayerSaved { y, gate, out, lora_gate, lora_projection }))
     }
 
     /// Adds the gradients of the parameters, and that of the block's input to `state`. Returns the
@@ -118,9 +127,30 @@ impl PerLayerWeights {
         dy: &Tensor,
         state: &mut CarriedBackward<'_>,
     ) -> Result<Tensor> {
-        let ends = HalfEnds { x: &saved.y, out: saved.out.as_ref() };
+        self.around_backward(pass, saved, (dy, Some(dy)), state)
+    }
+
+    /// Works like [`PerLayerWeights::backward`] for [`PerLayerWeights::branch`].
+    pub(super) fn branch_backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &PerLayerSaved,
+        dadded: &Tensor,
+        state: &mut CarriedBackward<'_>,
+    ) -> Result<Tensor> {
+        self.around_backward(pass, saved, (dadded, None), state)
+    }
+
+    fn around_backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &PerLayerSaved,
+        gradients: (&Tensor, Option<&Tensor>),
+        state: &mut CarriedBackward<'_>,
+    ) -> Result<Tensor> {
+        let ends = HalfEnds { x: &saved.y, out: Some(&saved.out) };
         let mixer = |half: MixerBackward| self.through(pass, saved, &half.dout, state);
-        let dy = around_mixer_backward(&self.norms, pass.config, ends, (dy, Some(dy)), true, mixer)?;
+        let dy = around_mixer_backward(&self.norms, pass.config, ends, gradients, true, mixer)?;
         dy.ok_or_else(|| Error::internal("a per-layer input without the gradient of its block"))
     }
 

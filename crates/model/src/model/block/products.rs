@@ -1,34 +1,40 @@
 //! The products of a block's passes in their order, for panels that are made ahead.
 
-use super::{BlockWeights, PerLayerWeights};
+use super::BlockWeights;
 use crate::model::Norm;
+use crate::model::block_part::LinearGroup;
 use crate::model::linear::MergedLinear;
 use crate::model::panels_ahead::PanelWeights;
 
 impl BlockWeights {
-    /// Returns the linear layers of a forward outside experts in the order of their
-    /// products.
+    /// Returns the linear layers of a forward outside experts in the order of their products.
     pub(super) fn products(&self) -> Vec<&MergedLinear> {
-        let mixers = self.token_mixer.products(false).into_iter().chain(self.channel_mixer.products());
-        mixers.chain(self.per_layer.iter().flat_map(PerLayerWeights::products)).collect()
+        self.in_order(false, |_| true)
     }
 
-    /// Returns the same without `down_proj`, for blocks of which recomputing leaves it out.
+    /// Returns the same for recomputing, which may leave out `down_proj`.
     pub(super) fn products_of_recompute(&self) -> Vec<&MergedLinear> {
-        let of_tokens = self.token_mixer.products(false);
-        of_tokens.into_iter().chain(self.channel_mixer.products_of_recompute()).collect()
+        self.in_order(false, |group| self.channel_mixer.is_recomputed(group))
     }
 
     /// Returns the same in the order of their products in backward. Without `need_dx` the first
     /// layer of the block has none.
     pub(super) fn products_of_backward(&self, need_dx: bool) -> Vec<&MergedLinear> {
-        let of_input = self.per_layer.iter().flat_map(PerLayerWeights::products);
-        let of_channels = of_input.rev().chain(self.channel_mixer.products().into_iter().rev());
-        let mut all: Vec<_> = of_channels.chain(self.token_mixer.products(true)).collect();
-        if !need_dx && !self.token_norms.before.as_ref().is_some_and(Norm::trains) {
-            all.pop();
-        }
-        all
+        // AltUp always reads the gradient of attention's input.
+        let need_dx =
+            need_dx || self.alt_up.is_some() || self.token_norms.before.as_ref().is_some_and(Norm::trains);
+        self.in_order(true, |group| need_dx || group != LinearGroup::Qkv)
+    }
+
+    fn in_order(&self, in_backward: bool, multiplies: impl Fn(LinearGroup) -> bool) -> Vec<&MergedLinear> {
+        let groups = LinearGroup::in_order(in_backward).into_iter().filter(|group| multiplies(*group));
+        let of_channels = |group| self.channel_mixer.linear(group);
+        let of_input = |group| self.per_layer.as_ref().and_then(|part| part.linear(group));
+        groups
+            .filter_map(|group| {
+                self.token_mixer.linear(group).or_else(|| of_channels(group)).or_else(|| of_input(group))
+            })
+            .collect()
     }
 }
 

@@ -5,7 +5,8 @@ use candle_core::{CpuStorage, Device, Storage};
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
 use crate::model::{
-    Linear, Lora, Param, ParamSpec, Role, RotaryTables, TokenRows, WeightMatrix, modules, parameters,
+    BlockLayout, BlockModule, Linear, Lora, LoraShape, Param, ParamSpec, Role, RotaryTables, TokenRows,
+    WeightMatrix, modules, parameters,
 };
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
@@ -16,7 +17,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 36] = [
+const MODELS: [&str; 37] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -67,6 +68,9 @@ const MODELS: [&str; 36] = [
     r#""model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], "num_dense_layers": 0, "num_experts": 3,
         "num_experts_per_tok": 3, "moe_intermediate_size": 8, "conv_L_cache": 4"#,
     r#""model_type": "apertus""#,
+    r#""model_type": "gemma3n_text", "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 8,
+        "layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 1, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.5, 0.0]"#,
 ];
 
 fn config(model: &str) -> ModelConfig {

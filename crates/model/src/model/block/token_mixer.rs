@@ -10,6 +10,7 @@ use super::short_conv::{ConvState, ShortConvSaved, ShortConvWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
+use crate::model::block_part::LinearGroup;
 use crate::model::composition::{LatentMixer, TokenMixer};
 use crate::model::linear::MergedLinear;
 
@@ -37,18 +38,21 @@ impl TokenMixerWeights {
         }
     }
 
-    /// Returns the linear layers in the order of their products in forward, or in backward.
-    pub(super) fn products(&self, in_backward: bool) -> Vec<&MergedLinear> {
-        let (first, ups, last) = match self {
-            TokenMixerWeights::Attention(attention) => (&attention.qkv, Vec::new(), &attention.o),
-            TokenMixerWeights::Latent(latent) => {
-                (&latent.attention.qkv, latent.ups().collect(), &latent.attention.o)
-            }
-            TokenMixerWeights::GatedDelta(delta) => (&delta.input, Vec::new(), &delta.out),
-            TokenMixerWeights::ShortConv(conv) => (&conv.input, Vec::new(), &conv.out),
+    /// Returns the layers of a group, if the mixer has it.
+    pub(super) fn linear(&self, group: LinearGroup) -> Option<&MergedLinear> {
+        let (first, last) = match self {
+            TokenMixerWeights::Attention(attention) => (&attention.qkv, &attention.o),
+            TokenMixerWeights::Latent(latent) => (&latent.attention.qkv, &latent.attention.o),
+            TokenMixerWeights::GatedDelta(delta) => (&delta.input, &delta.out),
+            TokenMixerWeights::ShortConv(conv) => (&conv.input, &conv.out),
         };
-        let (first, last) = if in_backward { (last, first) } else { (first, last) };
-        std::iter::once(first).chain(ups).chain([last]).collect()
+        match (group, self) {
+            (LinearGroup::Qkv, _) => Some(first),
+            (LinearGroup::O, _) => Some(last),
+            (LinearGroup::QUp, TokenMixerWeights::Latent(latent)) => latent.q_up.as_ref().map(|up| &up.up),
+            (LinearGroup::KvUp, TokenMixerWeights::Latent(latent)) => Some(&latent.kv_up.up),
+            _ => None,
+        }
     }
 
     /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.

@@ -23,7 +23,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 /// Reads the MLP; as in transformers, `hidden_act` of older files has no effect.
 pub(super) fn mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
     let activation = parts::activation_of(keys, "hidden_activation", "gelu_pytorch_tanh")?;
-    Ok(GatedMlp { activation, bias: false, fused: false, times_wide: 1 })
+    Ok(GatedMlp { activation, bias: false, fused: false, own_width: None, gate_deviations: None })
 }
 
 /// Returns a block with norms before and after its mixers.

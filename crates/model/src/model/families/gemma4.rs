@@ -24,7 +24,7 @@ use crate::ops::rms_norm::NormKind;
 const UNIFIED: &str = "gemma4_unified_text";
 
 /// The layer kinds, in the order of ropes.
-const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+pub(super) const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 pub(super) static GEMMA4: Architecture = Architecture {
     head_dim: Some(gemma::HEAD_DIM),
@@ -54,17 +54,22 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     })?;
     // transformers computes full attention in the last layer in any case.
     kinds.last_mut().into_iter().for_each(|kind| *kind = 0);
-    let sharing = sharing(keys, &kinds)?;
+    let sharing = sharing(keys, &kinds, 0)?;
     let heads = heads_of_kinds(keys, sizes, &kinds)?;
     let keys_are_values = keys.bool_or("attention_k_eq_v", false)?;
     let window = parts::window(keys, Some(if is_unified { 1024 } else { 512 }))?;
     let attention = parts::attention(keys, sizes)?;
     let (mlp, experts) = (gemma::mlp(keys)?, experts(keys)?);
     let per_layer_input = per_layer_input(keys, mlp.activation, is_unified)?;
-    let widens = keys.bool_or("use_double_wide_mlp", false)?;
+    let wide = if keys.bool_or("use_double_wide_mlp", false)? {
+        Some(2 * keys.size("intermediate_size", MOST_WIDE)?)
+    } else {
+        None
+    };
     let block = |(kind, sharing): (usize, Sharing)| {
         let reads = matches!(sharing, Sharing::Read { .. });
-        let mlp = GatedMlp { times_wide: if widens && reads { 2 } else { 1 }, ..mlp };
+        let own_width = wide.filter(|_| reads);
+        let mlp = GatedMlp { own_width, ..mlp };
         let channel_mixer: ChannelMixer = match experts {
             None => mlp.into(),
             Some(experts) => MlpAndExperts { mlp, experts }.into(),
@@ -147,14 +152,14 @@ fn per_layer_input(
     if rows != vocabulary {
         return Err(refused("vocab_size_per_layer_input", rows, &format!("vocab_size, {vocabulary}")));
     }
-    Ok(Some(PerLayerInput { width, activation }))
+    Ok(Some(PerLayerInput { width, activation, rows }))
 }
 
 /// Returns the origin of the keys and values of each layer: the last `num_kv_shared_layers` read
-/// those of the last layer of their kind before them.
-fn sharing(keys: &ConfigReader<'_>, kinds: &[usize]) -> Result<Vec<Sharing>> {
+/// those of the last layer of their kind before them. `default` is the family's number of these.
+pub(super) fn sharing(keys: &ConfigReader<'_>, kinds: &[usize], default: usize) -> Result<Vec<Sharing>> {
     let key = "num_kv_shared_layers";
-    let shared = keys.opt_usize(key)?.unwrap_or(0);
+    let shared = keys.opt_usize(key)?.unwrap_or(default);
     let mut all = vec![Sharing::Own; kinds.len()];
     if shared == 0 {
         return Ok(all);

@@ -18,6 +18,7 @@ mod falcon;
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma3n;
 mod gemma4;
 mod gguf_facts;
 mod glm4;
@@ -83,6 +84,7 @@ static FAMILIES: &[&Architecture] = &[
     &qwen3::QWEN3,
     &gemma2::GEMMA2,
     &gemma3::GEMMA3,
+    &gemma3n::GEMMA3N,
     &gemma4::GEMMA4,
     &phi3::PHI3,
     &granite::GRANITE,
@@ -215,8 +217,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl" | "qwen3_vl"
-        | "qwen3_5" | "qwen3_5_moe" => {
+        "gemma3" | "gemma3n" | "gemma4" | "gemma4_unified" | "llama4" | "mistral3" | "qwen2_5_vl"
+        | "qwen3_vl" | "qwen3_5" | "qwen3_5_moe" => {
             "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",
@@ -295,6 +297,8 @@ mod tests {
             "granitemoehybrid" => json!({ "layer_types": ["attention", "attention"], "num_local_experts": 0,
                 "shared_intermediate_size": 24 }),
             "hunyuan_v1_moe" => json!({ "moe_intermediate_size": null }),
+            "gemma3n_text" => json!({ "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 8,
+                "num_kv_shared_layers": 0 }),
             "lfm2_moe" => json!({ "layer_types": ["conv", "full_attention"] }),
             _ => json!({}),
         };
@@ -316,7 +320,7 @@ mod tests {
                 }
             }
         };
-        counts("glm4 ernie4_5 starcoder2 qwen3_next qwen3_5_moe_text", 2);
+        counts("gemma3n_text glm4 ernie4_5 starcoder2 qwen3_next qwen3_5_moe_text", 2);
         counts(
             "ernie4_5_moe gemma2 gemma3_text gemma4_text gemma4_unified_text qwen3_moe qwen3_5_text smollm3",
             4,

@@ -90,7 +90,13 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
-    Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false, times_wide: 1 })
+    Ok(GatedMlp {
+        activation: activation(keys)?,
+        bias: false,
+        fused: false,
+        own_width: None,
+        gate_deviations: None,
+    })
 }
 
 /// Reads an MLP without a gate; `default` is the family's activation.
@@ -460,5 +466,15 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::PerLayerNorm => "post_per_layer_input_norm",
         BlockPart::PerLayerModel => "per_layer_model_projection",
         BlockPart::PerLayerModelNorm => "per_layer_projection_norm",
+        BlockPart::AltUpRouter => "altup.modality_router",
+        BlockPart::AltUpRouterNorm => "altup.router_norm",
+        BlockPart::AltUpPrediction => "altup.prediction_coefs",
+        BlockPart::AltUpCorrection => "altup.correction_coefs",
+        BlockPart::AltUpOutputScale => "altup.correct_output_scale",
+        BlockPart::LaurelLeft => "laurel.linear_left",
+        BlockPart::LaurelRight => "laurel.linear_right",
+        BlockPart::LaurelNorm => "laurel.post_laurel_norm",
+        BlockPart::StreamProjection(_) => "altup_projections.{}",
+        BlockPart::StreamUnprojection(_) => "altup_unembed_projections.{}",
     }
 }

@@ -95,7 +95,8 @@ pub(super) fn refuse_too_large(config: &ModelConfig) -> Result<()> {
     let blocks: u128 = (0..config.num_layers()).map(block).sum();
     let per_layer: u128 =
         config.blocks.iter().flat_map(|block| &block.per_layer_input).map(|input| input.width as u128).sum();
-    let tables = config.vocab_size as u128 * (2 * config.hidden_size as u128 + per_layer);
+    let tables = config.vocab_size as u128 * 2 * config.hidden_size as u128
+        + config.per_layer_rows() as u128 * per_layer;
     let all = blocks + tables;
     if all <= MOST_PARAMETERS {
         return Ok(());

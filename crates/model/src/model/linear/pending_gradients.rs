@@ -34,6 +34,25 @@ impl PendingGradients<'_> {
         trains_a || !self.weights.is_empty() || self.group.as_ref().is_some_and(|(group, _)| group.trains_a())
     }
 
+    /// Adds the gradients of two uses of the same layers in a micro-batch, given the input of each.
+    /// Those of a weight are one product, since nothing is added to gradients in bf16.
+    pub(in crate::model) fn add_both(mut self, x: &Tensor, mut other: Self, other_x: &Tensor) -> Result<()> {
+        let weights = std::mem::take(&mut self.weights).into_iter().zip(std::mem::take(&mut other.weights));
+        let weights: Vec<_> = weights.collect();
+        self.add(x)?;
+        other.add(other_x)?;
+        if weights.is_empty() {
+            return Ok(());
+        }
+        let join = |of: &PendingWeight<'_>, other: &PendingWeight<'_>| -> Result<Tensor> {
+            Ok(Tensor::cat(&[&of.dy, &other.dy], 0)?)
+        };
+        let weights =
+            weights.into_iter().map(|(of, other)| Ok(PendingWeight { dy: join(&of, &other)?, ..of }));
+        let weights = weights.collect::<Result<_>>()?;
+        PendingGradients { weights, ..PendingGradients::default() }.add(&Tensor::cat(&[x, other_x], 0)?)
+    }
+
     /// Adds the gradients, given the layers' input, `x: [N, in]`.
     pub(in crate::model) fn add(self, x: &Tensor) -> Result<()> {
         if let Some((group, du)) = self.group.filter(|(group, _)| group.trains_a()) {

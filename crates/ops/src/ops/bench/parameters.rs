@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device};
 
 use super::inputs::{token_ids, too_large};
-use super::products::nf4;
+use super::products::weight_in;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::adamw::cases::FIRST;
@@ -16,9 +16,10 @@ use crate::ops::dora::weight_norm;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::gpu::has_kernels;
+use crate::ops::matmul_quantized::cases::whole;
 use crate::ops::matmul_quantized::{Weight, dequantize};
 use crate::ops::stochastic_rounding::StochasticRounding;
-use crate::quant::QuantFormat;
+use crate::quant::{BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantFormat, ScaleDtype};
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::rng::RngStream;
 
@@ -38,8 +39,8 @@ const STEP: AdamWStep =
     AdamWStep { learning_rate: 1e-4, weight_decay: 0.01, update: 10, grad_scale: 0.5, ..FIRST };
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
-    vec![
-        panel(shapes),
+    let mut ops = panels(shapes);
+    ops.extend([
         row_norms(shapes),
         lookup(shapes),
         lookup_backward(shapes),
@@ -52,7 +53,8 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         squares(shapes),
         update(shapes),
         update_int8(shapes),
-    ]
+    ]);
+    ops
 }
 
 /// Times a copy from memory to memory, f32: by the driver on a GPU, by all threads on the CPU. A
@@ -85,13 +87,41 @@ fn widest(shapes: &BenchShapes) -> (String, usize) {
     (format!("{f}x{d}"), f * d)
 }
 
-fn panel(shapes: &BenchShapes) -> TimedOp {
-    let (d, f, dtype) = (shapes.widths.hidden_size, shapes.widths.intermediate_size, shapes.dtype);
-    let ((shape, count), format) = (widest(shapes), QuantFormat::default());
-    let codes = format.scheme().bytes(count);
-    let what = ("dequantize", format!("{shape}, nf4, double quantization"), dtype);
-    TimedOp::moving(codes + shapes.bytes(count), what, move |inputs| {
-        let weight = nf4(inputs, (f, d))?;
+/// Times the panel of a block's widest weight: in NF4, and in formats of other tools that have
+/// kernels of their own.
+fn panels(shapes: &BenchShapes) -> Vec<TimedOp> {
+    let int4 = GridFormat {
+        codes: GridCodes::Int4,
+        columns: shapes.widths.hidden_size,
+        row_block: 1,
+        column_block: 128,
+        scales: ScaleDtype::F16,
+        zeros: GridZeros::Bytes,
+        by_column: false,
+    };
+    let fp8 = GridFormat {
+        codes: GridCodes::E4m3,
+        row_block: 128,
+        scales: ScaleDtype::F32,
+        zeros: GridZeros::Implied,
+        ..int4
+    };
+    let formats = [
+        ("nf4, double quantization", QuantFormat::default()),
+        ("int4 with zeros, groups of 128", QuantFormat::Grid(int4)),
+        ("fp8, blocks of 128x128", QuantFormat::Grid(fp8)),
+        ("q4_K", QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q4K })),
+    ];
+    formats.map(|(name, format)| panel(shapes, name, format)).into()
+}
+
+fn panel(shapes: &BenchShapes, name: &str, format: QuantFormat) -> TimedOp {
+    let dtype = shapes.dtype;
+    let shape = whole(&format, (shapes.widths.intermediate_size, shapes.widths.hidden_size));
+    let (rows, columns) = shape;
+    let bytes = format.scheme().bytes(rows * columns) + shapes.bytes(rows * columns);
+    TimedOp::moving(bytes, ("dequantize", format!("{rows}x{columns}, {name}"), dtype), move |inputs| {
+        let weight = weight_in(format, inputs, shape)?;
         Ok(Box::new(move || dequantize(&[&weight], dtype).map(drop)))
     })
 }

@@ -105,11 +105,20 @@ fn linear_layers(shapes: &BenchShapes) -> Vec<TimedOp> {
     products.map(|product| product.timed(shapes)).into()
 }
 
-/// Returns a `weight` in NF4 with nested scales, as in QLoRA.
-pub(super) fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Quantized> {
+/// Returns a quantized weight.
+pub(super) fn weight_in(
+    format: QuantFormat,
+    inputs: &BenchInputs<'_>,
+    shape: (usize, usize),
+) -> Result<Quantized> {
     let runner = CaseRunner { device: inputs.device, dtype: inputs.dtype, first: 0 };
-    let [here, _] = quantized(&runner, QuantFormat::default(), shape)?;
+    let [here, _] = quantized(&runner, format, shape)?;
     Ok(here)
+}
+
+/// Returns a weight in NF4 with nested scales, as in QLoRA.
+fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Quantized> {
+    weight_in(QuantFormat::default(), inputs, shape)
 }
 
 fn quantized_linear(shapes: &BenchShapes) -> TimedOp {

@@ -19,10 +19,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             copy::zero(&x.here)?;
             Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
         }),
-        OpCase::new("scaled", "", Tolerance::ROUNDED, |runner| {
-            let x = runner.normal("x", SQUARE)?;
-            Ok(vec![TensorPair::new(scaled(&x.here, 0.22)?, x.plain.affine(0.22, 0.0)?)])
-        }),
+        scaled_case("", SQUARE),
         squares_case("three tensors", vec![SQUARE.into(), 5.into(), 40_003.into()]),
         stacked_case("", vec![3, 1, 8], 37),
         stacked_case("whole accesses", vec![16, 8], 2112),
@@ -36,6 +33,14 @@ pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
     OpCase::new("add", what, Tolerance::ROUNDED, move |runner| {
         let (a, b) = (runner.normal("a", shape)?, runner.normal("b", shape)?);
         Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
+    })
+}
+
+/// Returns the case of a product of a tensor of this shape with a number.
+pub(in crate::ops) fn scaled_case(what: &str, shape: (usize, usize)) -> OpCase {
+    OpCase::new("scaled", what, Tolerance::ROUNDED, move |runner| {
+        let x = runner.normal("x", shape)?;
+        Ok(vec![TensorPair::new(scaled(&x.here, 0.22)?, x.plain.affine(0.22, 0.0)?)])
     })
 }
 

@@ -1,4 +1,4 @@
-//! Elementwise sums and copies of rows by the kernels of `kernels/elementwise.cu`.
+//! Elementwise sums and products, and copies of rows, by the kernels of `kernels/elementwise.cu`.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -47,6 +47,19 @@ pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor>
         kernels::add_f32(driver, shape, In::all(a)?, In::all(b)?, Out::all(&y)?, count as i64)?;
     }
     Ok(y.reshape(a.shape())?)
+}
+
+pub(super) fn scaled(driver: &dyn Driver, x: &Tensor, factor: f32) -> Result<Tensor> {
+    let count = x.elem_count();
+    let y = empty(1, count, x.dtype(), x.device())?;
+    let bf16s = x.dtype() == DType::BF16;
+    let shape = shape(count, bf16s);
+    if bf16s {
+        kernels::scaled_bf16(driver, shape, In::all(x)?, Out::all(&y)?, factor, count as i64)?;
+    } else {
+        kernels::scaled_f32(driver, shape, In::all(x)?, Out::all(&y)?, factor, count as i64)?;
+    }
+    Ok(y.reshape(x.shape())?)
 }
 
 /// Copies the rows of each part by a launch of its own.

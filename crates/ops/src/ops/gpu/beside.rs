@@ -35,8 +35,8 @@ pub(super) trait TwoQueues {
     fn finish(&self);
 }
 
-/// Launches `work` on the second queue. After a failure nothing of it runs any more, so that the
-/// caller may free its memory.
+/// Launches `work` on the second queue. After a failure the host waits for what was launched, so
+/// that the caller may free its memory. If that fails too, the context of the device is lost.
 ///
 /// # Errors
 /// The errors of the queues and of `work`.

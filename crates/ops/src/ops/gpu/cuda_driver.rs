@@ -337,7 +337,7 @@ impl Driver for CudaDriver {
 
     fn preload(&self) -> Result<()> {
         self.bind()?;
-        self.second()?;
+        self.with_room(PlannedFailure::Module, || self.second().map(drop))?;
         for (name, _) in CODE {
             self.with_room(PlannedFailure::Module, || {
                 let module = self.module(&mut locked(&self.loaded), name)?;

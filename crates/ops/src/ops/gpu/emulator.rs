@@ -18,7 +18,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::recorder::{note_launch, note_product};
+use super::recorder::{note_begin, note_end, note_launch, note_product, note_upload};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
@@ -149,11 +149,7 @@ impl Emulator {
 
 impl Driver for Emulator {
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
-        if shape.is_empty() {
-            return Ok(());
-        }
-        note_launch(kernel, shape, args);
-        with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
+        launch(kernel, shape, args, false)
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -162,22 +158,54 @@ impl Driver for Emulator {
     }
 
     fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
-        let launches = Launches::default();
+        let mut launches = Launches::default();
         work(&launches)?;
+        launches.number = note_begin(launches.written());
         if !SCHEDULE.get().late_copies {
-            launches.join()?;
+            launches.run()?;
         }
         Ok(Some(Box::new(launches)))
     }
+
+    fn note_upload(&self, bytes: usize) {
+        note_upload(bytes);
+    }
+}
+
+/// Runs a launch of the first queue or, with `is_beside`, of the second.
+fn launch(kernel: &Kernel, shape: LaunchShape, args: &[Arg], is_beside: bool) -> Result<()> {
+    if shape.is_empty() {
+        return Ok(());
+    }
+    note_launch(kernel, shape, args, is_beside);
+    with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
 }
 
 /// Launches on the second queue, which run when they are waited for: as late as possible.
 #[derive(Debug, Default)]
-struct Launches(RefCell<Vec<(Kernel, LaunchShape, Vec<Arg>)>>);
+struct Launches {
+    launches: RefCell<Vec<(Kernel, LaunchShape, Vec<Arg>)>>,
+    /// The number of this work for the recorder.
+    number: usize,
+}
+
+impl Launches {
+    /// Returns the addresses that the launches write to.
+    fn written(&self) -> Vec<u64> {
+        let launches = self.launches.borrow();
+        let args = launches.iter().flat_map(|(_, _, args)| args);
+        args.filter(|arg| arg.is_written).map(|arg| arg.value).collect()
+    }
+
+    fn run(&self) -> Result<()> {
+        let launches = self.launches.take();
+        launches.iter().try_for_each(|(kernel, shape, args)| launch(kernel, *shape, args, true))
+    }
+}
 
 impl Driver for Launches {
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
-        self.0.borrow_mut().push((*kernel, shape, args.to_vec()));
+        self.launches.borrow_mut().push((*kernel, shape, args.to_vec()));
         Ok(())
     }
 
@@ -188,8 +216,8 @@ impl Driver for Launches {
 
 impl WorkBeside for Launches {
     fn join(&self) -> Result<()> {
-        let launches = self.0.take();
-        launches.iter().try_for_each(|(kernel, shape, args)| Emulator.launch(kernel, *shape, args))
+        note_end(self.number);
+        self.run()
     }
 }
 
@@ -213,14 +241,14 @@ fn run(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
         CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name contains a zero byte"))?;
     let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
     #[cfg(test)]
-    let launch = library::launch_function();
+    let launch_on_host = library::launch_function();
     #[cfg(not(test))]
-    let launch: LaunchFunction = finetune_emu_launch;
+    let launch_on_host: LaunchFunction = finetune_emu_launch;
     // SAFETY: the arrays outlive the call and have the given lengths; the layouts match
     // launch.h. The addresses in `args` belong to tensors that the caller holds, and the
     // emulator checks each access to them.
     let failed = unsafe {
-        launch(
+        launch_on_host(
             name.as_ptr(),
             shape.grid.as_ptr(),
             shape.block.as_ptr(),

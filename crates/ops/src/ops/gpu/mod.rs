@@ -48,7 +48,7 @@ pub(crate) use self::gemm::Gemm;
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
 #[cfg(feature = "kernel-emu")]
-pub use self::recorder::{RecordedWork, record};
+pub use self::recorder::{PanelProduct, RecordedWork, record};
 pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};

@@ -127,6 +127,7 @@ fn elements(dtype: DType) -> Result<()> {
     xielu_backward(&x, &h, &curve, Some(&dcurve))?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
+    elementwise::scaled(&x, 0.5)?;
     elementwise::add_into(&x, &h)
 }
 

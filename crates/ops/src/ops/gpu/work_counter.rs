@@ -1,8 +1,9 @@
 //! A driver that runs nothing and counts the requested work: launches, products, bytes that kernels
 //! read and write, uploads and waits for the GPU. It gives the cost of a step on a GPU without a
 //! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
-//! counted.
+//! counted. Routers choose their experts in turn, so that all experts get as many rows.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::sync::{LazyLock, Mutex};
 
@@ -16,19 +17,24 @@ use crate::locks::locked;
 /// bf16, an H100 295.
 const THIN: f64 = 100.0;
 
+/// Operations for each byte that a GPU moves meanwhile, as expected of an H100: 650 TFLOP/s and
+/// 2.25 TB/s.
+const BALANCE: f64 = 289.0;
+
 /// The work requested of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GpuWork {
     /// Number of kernel launches.
     pub launches: u64,
-    /// Those of them on a second queue, beside products.
+    /// Those of them on a second queue whose end waits behind a product.
     pub launches_beside: u64,
     /// Number of matrix products.
     pub gemms: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
-    /// Those of them by launches on a second queue.
-    pub bytes_beside: u64,
+    /// Those of them by launches on a second queue that products hide: of a piece of work, at most
+    /// as many as a GPU of [`BALANCE`] moves during the products between its begin and its end.
+    pub hidden_bytes: u64,
     /// Bytes that products read and write, each operand once.
     pub gemm_bytes: u64,
     /// Those of them by thin products, which memory bounds on every GPU.
@@ -37,7 +43,7 @@ pub struct GpuWork {
     pub gemm_flops: f64,
     /// Those of them by thin products.
     pub thin_flops: f64,
-    /// Those of them whose operands are codes of e4m3.
+    /// Those of them by other products whose operands are codes of e4m3.
     pub fp8_flops: f64,
     /// Operations of attention's products, counted likewise.
     pub attention_flops: f64,
@@ -58,7 +64,7 @@ impl std::ops::Sub for GpuWork {
             launches_beside: self.launches_beside - before.launches_beside,
             gemms: self.gemms - before.gemms,
             kernel_bytes: self.kernel_bytes - before.kernel_bytes,
-            bytes_beside: self.bytes_beside - before.bytes_beside,
+            hidden_bytes: self.hidden_bytes - before.hidden_bytes,
             gemm_bytes: self.gemm_bytes - before.gemm_bytes,
             thin_bytes: self.thin_bytes - before.thin_bytes,
             gemm_flops: self.gemm_flops - before.gemm_flops,
@@ -74,14 +80,14 @@ impl std::ops::Sub for GpuWork {
 
 impl GpuWork {
     /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
-    /// per second, twice as many of e4m3. Attention is bound by operations, thin products and
-    /// kernels by memory, and other products with the launches beside them by the slower of the
-    /// two; their times add up.
+    /// per second, twice as many operations of e4m3. Attention is bound by operations. Memory
+    /// bounds thin products, and kernels but for their hidden bytes. Other products are bound by
+    /// the slower of the two. The times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
         let products = (self.gemm_flops - self.thin_flops - self.fp8_flops / 2.0) / flops;
-        let beside = (self.gemm_bytes - self.thin_bytes + self.bytes_beside) as f64 / bytes;
-        let moved = (self.thin_bytes + self.kernel_bytes - self.bytes_beside) as f64 / bytes;
-        products.max(beside) + self.attention_flops / flops + moved
+        let operands = (self.gemm_bytes - self.thin_bytes) as f64 / bytes;
+        let moved = (self.thin_bytes + self.kernel_bytes - self.hidden_bytes) as f64 / bytes;
+        products.max(operands) + self.attention_flops / flops + moved
     }
 }
 
@@ -92,11 +98,39 @@ struct WorkCounter {
     busy: bool,
     first: Queue,
     second: Queue,
-    /// Arguments of the launches on the second queue for which the first has not waited, with the
-    /// number of their work.
-    beside: Vec<(u64, Arg)>,
     /// Pieces of work on the second queue.
     pieces: u64,
+}
+
+thread_local! {
+    /// Pieces of this thread's work on the second queue for which the first has not waited.
+    static BESIDE: RefCell<Vec<Piece>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Work on the second queue from one call of [`Driver::beside`].
+struct Piece {
+    number: u64,
+    /// The arguments of its launches.
+    args: Vec<Arg>,
+    launches: u64,
+    /// Products of the first queue since its begin that are not thin, and their operations.
+    products: u64,
+    flops: f64,
+}
+
+impl Piece {
+    fn new(number: u64) -> Self {
+        Piece { number, args: Vec::new(), launches: 0, products: 0, flops: 0.0 }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.args.iter().map(|arg| arg.moved).sum()
+    }
+
+    /// Returns the bytes that products hide.
+    fn hidden(&self) -> u64 {
+        self.bytes().min((self.flops / BALANCE) as u64)
+    }
 }
 
 /// One of the queues of a GPU.
@@ -139,16 +173,19 @@ impl WorkCounter {
         self.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
         self.queued(beside);
     }
+}
 
-    /// Refuses work of the first queue that uses memory which the second writes, or writes what it
-    /// reads, without a wait between them.
-    fn check_order(&self, what: &str, args: &[Arg]) -> Result<()> {
-        let conflicts = |arg: &Arg| self.beside.iter().any(|(_, other)| conflict(arg, other));
-        if args.iter().any(conflicts) {
-            return Err(Error::internal(format!("{what} uses memory of the second queue before its end")));
-        }
-        Ok(())
+/// Refuses work of the first queue that uses memory which the second writes, or writes what it
+/// reads, without a wait between them.
+fn check_order(what: &str, args: &[Arg]) -> Result<()> {
+    let conflicts = |arg: &Arg| {
+        let mut others = |piece: &Piece| piece.args.iter().any(|other| conflict(arg, other));
+        BESIDE.with_borrow(|pieces| pieces.iter().any(&mut others))
+    };
+    if args.iter().any(conflicts) {
+        return Err(Error::internal(format!("{what} uses memory of the second queue before its end")));
     }
+    Ok(())
 }
 
 /// Returns whether two arguments share memory that one of them is written to.
@@ -159,6 +196,16 @@ fn conflict(a: &Arg, b: &Arg) -> bool {
     };
     let are_memory = a.rows > 0 && b.rows > 0;
     are_memory && (a.is_written || b.is_written) && a.value < end(b) && b.value < end(a)
+}
+
+/// Writes the numbers of all `experts` in turn, u32, to the memory of an argument.
+fn choose_in_turn(ids: &Arg, experts: u64) {
+    let count = (ids.rows * ids.row_bytes) as usize / size_of::<u32>();
+    let first = std::ptr::with_exposed_provenance_mut::<u32>(ids.value as usize);
+    // SAFETY: on this driver a written argument is a tensor in the host's memory, which no other
+    // thread uses during its launch.
+    let ids = unsafe { std::slice::from_raw_parts_mut(first, count) };
+    ids.iter_mut().enumerate().for_each(|(at, id)| *id = (at as u64 % experts.max(1)) as u32);
 }
 
 static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
@@ -181,10 +228,13 @@ impl Driver for LaunchCounter {
         if shape.is_empty() {
             return Ok(());
         }
-        with_requested(|asked| {
-            asked.launched(args, false);
-            asked.check_order(kernel.name, args)
-        })
+        if let ("choose_experts_bf16" | "choose_experts_f32", [_, _, ids, _, _, experts, ..]) =
+            (kernel.name, args)
+        {
+            choose_in_turn(ids, experts.value);
+        }
+        with_requested(|asked| asked.launched(args, false));
+        check_order(kernel.name, args)
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -194,23 +244,34 @@ impl Driver for LaunchCounter {
         };
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
         let d = Arg { is_written: true, ..gemm.d.arg };
+        check_order("a product", &[gemm.a.arg, gemm.b.arg, gemm.c.arg, d])?;
+        check_order("a product", gemm.scales.as_ref().map_or(&[], |scales| &scales[..]))?;
+        let flops = 2.0 * m as f64 * n as f64 * k as f64;
+        let moved = bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+        let is_thin = flops < THIN * moved as f64;
+        let is_fp8 = gemm.operands == GemmElement::E4m3;
         with_requested(|asked| {
-            asked.check_order("a product", &[gemm.a.arg, gemm.b.arg, gemm.c.arg, d])?;
             asked.work.gemms += 1;
-            let flops = 2.0 * m as f64 * n as f64 * k as f64;
             asked.work.gemm_flops += flops;
-            if gemm.operands == GemmElement::E4m3 {
-                asked.work.fp8_flops += flops;
-            }
-            let moved = bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
             asked.work.gemm_bytes += moved;
-            if flops < THIN * moved as f64 {
+            if is_thin {
                 asked.work.thin_bytes += moved;
                 asked.work.thin_flops += flops;
+            } else if is_fp8 {
+                asked.work.fp8_flops += flops;
             }
             asked.queued(false);
-            Ok(())
-        })
+        });
+        // A product hides the oldest piece alone.
+        if !is_thin {
+            BESIDE.with_borrow_mut(|pieces| {
+                for piece in pieces.iter_mut().take(1) {
+                    piece.products += 1;
+                    piece.flops += if is_fp8 { flops / 2.0 } else { flops };
+                }
+            });
+        }
+        Ok(())
     }
 
     fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
@@ -218,6 +279,7 @@ impl Driver for LaunchCounter {
             asked.pieces += 1;
             asked.pieces
         });
+        BESIDE.with_borrow_mut(|pieces| pieces.push(Piece::new(piece)));
         work(&SecondQueue { piece })?;
         Ok(Some(Box::new(SecondQueue { piece })))
     }
@@ -252,11 +314,12 @@ impl Driver for SecondQueue {
         if shape.is_empty() {
             return Ok(());
         }
-        with_requested(|asked| {
-            asked.work.launches_beside += 1;
-            asked.work.bytes_beside += args.iter().map(|arg| arg.moved).sum::<u64>();
-            asked.launched(args, true);
-            asked.beside.extend(args.iter().map(|arg| (self.piece, *arg)));
+        with_requested(|asked| asked.launched(args, true));
+        BESIDE.with_borrow_mut(|pieces| {
+            for piece in pieces.iter_mut().filter(|piece| piece.number == self.piece) {
+                piece.launches += 1;
+                piece.args.extend(args);
+            }
         });
         Ok(())
     }
@@ -269,7 +332,14 @@ impl Driver for SecondQueue {
 impl WorkBeside for SecondQueue {
     fn join(&self) -> Result<()> {
         // A wait for a queue is one for all of its earlier work.
-        with_requested(|asked| asked.beside.retain(|(piece, _)| *piece > self.piece));
+        let is_done = |piece: &mut Piece| piece.number <= self.piece;
+        let done: Vec<_> = BESIDE.with_borrow_mut(|pieces| pieces.extract_if(.., is_done).collect());
+        with_requested(|asked| {
+            for piece in done.iter().filter(|piece| piece.products > 0) {
+                asked.work.launches_beside += piece.launches;
+                asked.work.hidden_bytes += piece.hidden();
+            }
+        });
         Ok(())
     }
 }
@@ -280,6 +350,7 @@ mod tests {
 
     use super::*;
     use crate::ops::gpu::{In, Out};
+    use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose};
     use crate::runtime::TensorMut;
 
     const KERNEL: Kernel = Kernel { name: "work", module: "tests" };
@@ -292,6 +363,47 @@ mod tests {
         let before = LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok();
         end.map_or(Ok(()), |end| end.join())?;
         Ok([before, LaunchCounter.launch(&KERNEL, shape, &[later]).is_ok()])
+    }
+
+    /// Returns a product of `rows` rows with a matrix of 512 x 512, in bf16.
+    fn multiply(rows: usize) -> Result<()> {
+        let [x, w, y] =
+            [rows, 512, rows].map(|rows| TensorMut::zeros((rows, 512), DType::BF16, &Device::Cpu));
+        let (x, w, y) = (x?, w?, y?);
+        let (y, form) = (ColumnViewMut::all(&y), Transpose::Nt);
+        let gemm = Gemm::new(&y, &ColumnView::all(&x), &ColumnView::all(&w), form, 1.0, Addend::Nothing)?;
+        gemm.map_or(Ok(()), |gemm| LaunchCounter.gemm(&gemm))
+    }
+
+    /// Launches and bytes that are hidden behind products of these rows, of one launch on the
+    /// second queue that writes 4 MiB.
+    fn hidden(products: &[usize]) -> Result<[u64; 2]> {
+        let x = TensorMut::zeros((1024, 1024), DType::F32, &Device::Cpu)?;
+        let (before, write) = (requested_work(), Out::<f32>::all(&x)?.arg());
+        let shape = LaunchShape::line(1, 32);
+        let end = LaunchCounter.beside(&mut |second| second.launch(&KERNEL, shape, &[write]))?;
+        products.iter().try_for_each(|rows| multiply(*rows))?;
+        end.map_or(Ok(()), |end| end.join())?;
+        // This product comes too late.
+        multiply(4096)?;
+        let found = requested_work() - before;
+        Ok([found.launches_beside, found.hidden_bytes])
+    }
+
+    /// The time of both is that of the slower one: a piece of work that nothing multiplies beside
+    /// is not hidden.
+    #[test]
+    fn products_hide_at_most_their_own_time() -> Result<()> {
+        let of_512 = (2.0 * 512f64.powi(3) / BALANCE) as u64;
+        assert_eq!(hidden(&[])?, [0, 0]);
+        // Memory bounds a thin product too.
+        assert_eq!(hidden(&[8])?, [0, 0]);
+        assert_eq!(hidden(&[512])?, [1, of_512]);
+        assert!(hidden(&[512, 512])?[1].abs_diff(2 * of_512) <= 1);
+        assert_eq!(hidden(&[4096])?, [1, 4 << 20]);
+        let work = GpuWork { kernel_bytes: 10, hidden_bytes: 4, gemm_flops: 50.0, ..GpuWork::default() };
+        assert_eq!(work.seconds(1.0, 1.0), 56.0);
+        Ok(())
     }
 
     /// Each queue has a limit of its own, as each stream of a GPU has.

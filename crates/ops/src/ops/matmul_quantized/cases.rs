@@ -61,15 +61,16 @@ pub(in crate::ops) fn whole(format: &QuantFormat, (rows, columns): (usize, usize
 /// Returns a matrix of random blocks with outer scales near 2⁻¹¹.
 fn blocks(format: GgmlFormat, n: usize, stream: RngStream) -> QuantBuffer {
     let mut matrix = QuantBuffer::zeros(QuantFormat::Ggml(format), n);
-    // The places of the upper bytes of scales in f16, from the start or the end of a block.
-    let (size, halves) = match format.kind {
-        BlockType::Q6K => (format.kind.bytes(), vec![209]),
-        BlockType::Q2K => (format.kind.bytes(), vec![81, 83]),
-        BlockType::Q3K => (format.kind.bytes(), vec![109]),
-        _ => (format.kind.bytes(), vec![1, 3]),
+    // The places of the upper bytes of scales in f16 in a block, or that of an exponent.
+    let (size, places, scale) = match format.kind {
+        BlockType::Q6K => (format.kind.bytes(), vec![209], 0x10),
+        BlockType::Q2K => (format.kind.bytes(), vec![81, 83], 0x10),
+        BlockType::Q3K => (format.kind.bytes(), vec![109], 0x10),
+        BlockType::MXFP4 => (format.kind.bytes(), vec![0], 122),
+        _ => (format.kind.bytes(), vec![1, 3], 0x10),
     };
     for (at, byte) in matrix.runs.bytes_mut(RunMeaning::Codes).iter_mut().enumerate() {
-        *byte = if halves.contains(&(at % size)) { 0x10 } else { stream.bits(at as u64) as u8 };
+        *byte = if places.contains(&(at % size)) { scale } else { stream.bits(at as u64) as u8 };
     }
     matrix
 }
@@ -91,7 +92,9 @@ fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
                 bytes.for_each(|(at, byte)| {
                     *byte = match (meaning, format.scales) {
                         (RunMeaning::ColumnGroups, _) => ((bits(at / 2) % groups) >> (at % 2 * 8)) as u8,
-                        (RunMeaning::ScaleBytes, ScaleDtype::E4m3Over) => 0x38 + (bits(at) % 8) as u8,
+                        (RunMeaning::ScaleBytes, ScaleDtype::E4m3Over | ScaleDtype::E4m3Times) => {
+                            0x38 + (bits(at) % 8) as u8
+                        }
                         (RunMeaning::ScaleBytes, ScaleDtype::E8m0) => 122 + (bits(at) % 4) as u8,
                         // The upper byte of 1/8.
                         (RunMeaning::ScaleBytes, ScaleDtype::F16) if at % 2 == 1 => 0x30,
@@ -111,7 +114,7 @@ fn stored(format: &GridFormat, n: usize, stream: RngStream) -> QuantBuffer {
 }
 
 /// Returns a format of other tools for rows of 72 values.
-const fn grid(codes: GridCodes, cell: [usize; 2], scales: ScaleDtype) -> GridFormat {
+pub(super) const fn grid(codes: GridCodes, cell: [usize; 2], scales: ScaleDtype) -> GridFormat {
     let [row_block, column_block] = cell;
     GridFormat {
         codes,
@@ -124,7 +127,7 @@ const fn grid(codes: GridCodes, cell: [usize; 2], scales: ScaleDtype) -> GridFor
     }
 }
 
-/// The tested formats with kernels; the first is that of QLoRA's paper.
+/// The tested formats of bitsandbytes; the first is that of QLoRA's paper.
 pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat::of_kind(QuantKind::Nf4, 64, true),
     QuantFormat::of_kind(QuantKind::Nf4, 64, false),
@@ -135,12 +138,19 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat::of_kind(QuantKind::Nf4, 4096, false),
 ];
 
-/// The tested formats of other tools, which have no kernels. A matrix gives them its width.
-pub(in crate::ops) const KEPT: [QuantFormat; 11] = [
+/// The tested formats of other tools. A matrix gives them its width.
+pub(in crate::ops) const KEPT: [QuantFormat; 19] = [
     QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q4K }),
     QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q6K }),
     QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q2K }),
     QuantFormat::Ggml(GgmlFormat { kind: BlockType::IQ4NL }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q3K }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q5K }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::IQ4XS }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q4_1 }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q5_0 }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::Q5_1 }),
+    QuantFormat::Ggml(GgmlFormat { kind: BlockType::MXFP4 }),
     QuantFormat::Grid(GridFormat {
         zeros: GridZeros::Bytes,
         ..grid(GridCodes::Int4, [1, 32], ScaleDtype::F16)
@@ -158,6 +168,7 @@ pub(in crate::ops) const KEPT: [QuantFormat; 11] = [
     QuantFormat::Grid(grid(GridCodes::E4m3, [16, 32], ScaleDtype::F32)),
     QuantFormat::Grid(grid(GridCodes::E2m1, [1, 24], ScaleDtype::E8m0)),
     QuantFormat::Grid(grid(GridCodes::E2m1, [1, 16], ScaleDtype::E4m3Over)),
+    QuantFormat::Grid(grid(GridCodes::E2m1, [1, 16], ScaleDtype::E4m3Times)),
 ];
 
 /// Returns the cases of products with a quantized weight.
@@ -166,16 +177,20 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     for format in FORMATS.into_iter().chain(KEPT) {
         let (scheme, double_quant) = (format.scheme(), format.scheme().double_quant());
         let nested = if double_quant { " nested" } else { "" };
-        let is_grid = format.is_kept();
         let name = match format {
             QuantFormat::Grid(_) | QuantFormat::Ggml(_) => scheme.describe(),
             _ => format!("{} {}{nested}", scheme.name(), scheme.hint().block_size),
         };
-        // Rows that are not a multiple of a block. Formats with nested or row scales also get more
-        // columns than a panel, whose bounds are the same for all formats.
+        // Rows that are not a multiple of a block. Formats with nested or row scales, and one of
+        // blocks, also get more columns than a panel, whose bounds are the same for all formats.
         let mut shapes = vec![((53, 72), "53x72"), ((48, 41), "48x41")];
-        if double_quant || is_grid || matches!(format, QuantFormat::Int8Rows(_)) {
-            shapes.push(((600, 2100), "600x2100"));
+        let has_wide = match format {
+            QuantFormat::Ggml(format) => format.kind == BlockType::Q4K,
+            QuantFormat::Grid(_) | QuantFormat::Int8Rows(_) => true,
+            QuantFormat::FourBit(_) | QuantFormat::Int8(_) => double_quant,
+        };
+        if has_wide {
+            shapes.push(((600, 2104), "600x2104"));
         }
         for (shape, what) in shapes {
             let shape = whole(&format, shape);

@@ -1,7 +1,11 @@
 //! A dequantized matrix that a GPU's second queue makes beside the products before its own.
 //! **Not yet run on a GPU.**
+//!
+//! A product can always make its own panel, so the memory of a panel ahead is optional. After the
+//! first request that finds too little memory, a thread makes no more panels ahead.
 
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Tensor};
 
@@ -13,9 +17,17 @@ use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};
 
 thread_local! {
-    /// True once a panel of this thread's products did not fit. A request that fails empties the
-    /// memory pool, which is too slow to repeat for each product.
+    /// True once this thread had too little memory for a panel ahead.
     static IS_REFUSED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// True from the first refusal on any thread until the run has reported it.
+static UNREPORTED: AtomicBool = AtomicBool::new(false);
+
+fn refuse() {
+    if !IS_REFUSED.replace(true) {
+        UNREPORTED.store(true, Ordering::Relaxed);
+    }
 }
 
 /// The panel of stacked quantized matrices, in the making. It holds the memory that the second
@@ -34,8 +46,8 @@ pub struct PanelAhead {
 impl PanelAhead {
     /// Starts to dequantize stacked whole matrices of one width to `dtype`, `[Σ out, in]`, as
     /// [`super::dequantize`] does, after all work that the device has so far. Returns none if the
-    /// device has no second queue, no kernel for it, or not enough memory for a panel more, now or
-    /// before on this thread: the product then makes its own.
+    /// device has no second queue or no kernel for it, or if this thread has or had too little
+    /// memory: the product then makes its own.
     ///
     /// # Errors
     /// Fails if a run is missing, or the driver refuses the work.
@@ -48,19 +60,23 @@ impl PanelAhead {
         if IS_REFUSED.get() {
             return Ok(None);
         }
-        match Self::start_by(driver, weights, dtype) {
+        let Some(panel) = cuda::unwritten_if_free(weights, dtype)? else {
+            refuse();
+            return Ok(None);
+        };
+        match Self::start_by(driver, weights, panel) {
             Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => {
-                IS_REFUSED.set(true);
+                refuse();
                 Ok(None)
             }
             started => started,
         }
     }
 
-    fn start_by(driver: &dyn Driver, weights: &[&Quantized], dtype: DType) -> Result<Option<Self>> {
-        let panel = cuda::unwritten(weights, dtype)?;
+    fn start_by(driver: &dyn Driver, weights: &[&Quantized], panel: TensorMut) -> Result<Option<Self>> {
         let sources = cuda::sources(weights)?;
-        let _span = span(|| SpanInfo::op("dequantize").detail("ahead").dims(panel.dims()));
+        let codes = weights.iter().map(|weight| weight.run(RunMeaning::Codes)).collect::<Result<Vec<_>>>()?;
+        let _span = span(|| SpanInfo::op("dequantize").detail("ahead").dims(panel.dims()).moves(&codes));
         let end = driver.beside(&mut |second| cuda::fill(second, &sources, &panel))?;
         let weights = weights.iter().map(|weight| (*weight).clone()).collect();
         Ok(end.map(|end| PanelAhead { panel, _weights: weights, end: Some(end) }))
@@ -74,6 +90,20 @@ impl PanelAhead {
     pub fn finish(mut self) -> Result<Tensor> {
         self.wait()?;
         Ok(self.panel.clone().into_tensor())
+    }
+
+    /// Returns a warning once after a thread had too little memory for panels ahead.
+    pub fn warning() -> Option<&'static str> {
+        UNREPORTED.swap(false, Ordering::Relaxed).then_some(
+            "the GPU has too little memory to dequantize weights ahead of their products: each product dequantizes \
+             its own from now on; the results are the same",
+        )
+    }
+
+    /// Frees the panel for a request that found too little memory. This thread makes no more panels
+    /// ahead.
+    pub fn give_back(self) {
+        refuse();
     }
 
     fn wait(&mut self) -> Result<()> {

@@ -26,7 +26,7 @@ use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::cases::LayerNormCase;
 use crate::ops::matmul::Transpose;
 use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
-use crate::ops::matmul_quantized::cases::{FORMATS, product};
+use crate::ops::matmul_quantized::cases::{FORMATS, KEPT, product, whole};
 use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
@@ -197,6 +197,7 @@ proptest! {
         run in runs(),
     ) {
         check([elementwise::cases::add_case("", shape)], run, "add_")?;
+        check([elementwise::cases::scaled_case("", shape)], run, "scaled_")?;
         check(elementwise::cases::into_cases("", shape).into_iter().filter(|case| case.op == "add_into"), run, "add_into")?;
         let shapes = lengths.into_iter().map(Into::into).collect();
         check([elementwise::cases::squares_case("", shapes)], run, "sum_of_squares")?;
@@ -295,12 +296,13 @@ proptest! {
 
     #[test]
     fn quantized_weights(
-        format in select(&FORMATS[..]),
+        format in select([&FORMATS[..], &KEPT[..]].concat()),
         shape in (8..90_usize, widths(8)),
         (rows, transposed, accumulate, run) in (1..5_usize, any::<bool>(), any::<bool>(), runs()),
     ) {
         let is_rows = matches!(format, QuantFormat::Int8Rows(_));
         let format = if is_rows { QuantFormat::int8_rows(shape.1) } else { format };
+        let shape = whole(&format, shape);
         let form = if transposed { Transpose::Nt } else { Transpose::Nn };
         let case = OpCase::new("matmul_weight", format!("{format:?}"), Tolerance::BACKWARD, move |runner| {
             product(runner, format, shape, rows, form, accumulate)

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::quant::block_type::BlockType;
 use crate::quant::element::DequantizedElement;
 use crate::quant::runs::{QuantRun, RunMeaning, RunsView, RunsViewMut};
-use crate::quant::scheme::{ProductHint, QuantScheme, ReadValues};
+use crate::quant::scheme::{PanelKernel, ProductHint, QuantScheme, ReadValues};
 
 /// The most elements of a block.
 const MOST: usize = 256;
@@ -59,9 +59,9 @@ impl QuantScheme for GgmlFormat {
         ProductHint {
             block_size: size,
             bits: (bits + size / 2) / size,
-            table: &[],
+            table: self.kind.table(),
             divisor: None,
-            kernel: None,
+            kernel: Some(PanelKernel::Blocks),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::instruction_set::vectorized;
 use crate::quant::e4m3::E4M3;
 use crate::quant::element::DequantizedElement;
 use crate::quant::runs::{QuantRun, RunMeaning, RunsView, RunsViewMut};
-use crate::quant::scheme::{ProductHint, QuantScheme, ReadValues};
+use crate::quant::scheme::{PanelKernel, ProductHint, QuantScheme, ReadValues};
 use crate::quant::small_floats::{E2M1, ScaleDtype};
 
 /// The codes of a matrix. Two codes of 4 bits share a byte, the first in the high half.
@@ -27,7 +27,7 @@ pub enum GridCodes {
     E2m1,
 }
 
-/// The zeros of a grid.
+/// The zeros of a grid. `kernels/dequantize_grid.cu` has their numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GridZeros {
     /// None is stored.
@@ -243,7 +243,8 @@ impl QuantScheme for GridFormat {
 
     fn hint(&self) -> ProductHint {
         let (bits, table) = (self.codes.bits(), self.table());
-        ProductHint { block_size: self.column_block, bits, table, divisor: None, kernel: None }
+        let kernel = Some(PanelKernel::Grid);
+        ProductHint { block_size: self.column_block, bits, table, divisor: None, kernel }
     }
 
     fn blocks_in_words(&self) -> String {

@@ -1,6 +1,8 @@
 //! Tests of the dequantizing kernels on ranges of any start, length and alignment: bit-identical to
 //! the CPU's values.
 
+mod kept;
+
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
@@ -32,10 +34,10 @@ impl ValueRange {
 /// Spans several blocks of threads, and is not a multiple of a thread's share.
 const SHAPE: (usize, usize) = (97, 106);
 
-/// Returns the same values in memory that begins `shift` bytes later.
-fn with_codes_shifted(weight: &Quantized, shift: usize) -> Result<Quantized> {
+/// Returns the same values with a run of bytes in memory that begins `shift` bytes later.
+fn with_run_shifted(weight: &Quantized, meaning: RunMeaning, shift: usize) -> Result<Quantized> {
     let shifted = |run: &QuantizedRun| -> Result<QuantizedRun> {
-        if run.meaning != RunMeaning::Codes {
+        if run.meaning != meaning || shift == 0 {
             return Ok(run.clone());
         }
         let front = Tensor::zeros(shift, DType::U8, &Device::Cpu)?;
@@ -48,21 +50,31 @@ fn with_codes_shifted(weight: &Quantized, shift: usize) -> Result<Quantized> {
 
 /// Returns the kernel's values of the range as f32 bits, equal under two schedules.
 fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>> {
-    let weight =
-        if range.codes_shift > 0 { with_codes_shifted(weight, range.codes_shift)? } else { weight.clone() };
+    let weight = with_run_shifted(weight, RunMeaning::Codes, range.codes_shift)?;
+    written(range.panel_shift, range.count, dtype, |panel| {
+        dequantize_from(&Emulator, &Source::new(&weight)?, range.start, panel)
+    })
+}
+
+/// Returns the values that `write` writes to a panel of `count` values, `shift` values behind a
+/// multiple of 16 bytes, as f32 bits, equal under two schedules.
+fn written(
+    shift: usize,
+    count: usize,
+    dtype: DType,
+    write: impl Fn(&Tensor) -> Result<()>,
+) -> Result<Vec<u32>> {
     let mut both = Vec::new();
     for (order, late_copies) in [(Order::Forward, false), (Order::Reverse, true)] {
         let schedule = EmulatorSchedule { order, late_copies, counts: false };
-        let memory = Tensor::zeros(range.panel_shift + range.count, dtype, &Device::Cpu)?;
-        let panel = memory.narrow(0, range.panel_shift, range.count)?;
-        let (done, _) = Emulator::run(schedule, || {
-            dequantize_from(&Emulator, &Source::new(&weight)?, range.start, &panel)
-        });
+        let memory = Tensor::zeros(shift + count, dtype, &Device::Cpu)?;
+        let panel = memory.narrow(0, shift, count)?;
+        let (done, _) = Emulator::run(schedule, || write(&panel));
         done?;
         let values = panel.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         both.push(values.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
     }
-    assert_eq!(both[0], both[1], "{range:?}");
+    assert_eq!(both[0], both[1], "{shift}, {count}");
     Ok(both.swap_remove(0))
 }
 
