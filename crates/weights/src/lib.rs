@@ -52,9 +52,7 @@ pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use finetune_runtime::stored_dtype::{StoredDtype, StoredElement};
 pub use gguf::GGUF_INDEX;
-pub use gguf::{
-    GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue, RowRun, encode_blocks, rows_of,
-};
+pub use gguf::{GgufFile, GgufIndex, GgufParameter, GgufTensor, GgufValue, RowRun, encode_blocks, rows_of};
 pub use identity::QUANTIZED_FROM;
 pub use identity::{ConfigDifference, ModelIdentity};
 pub use kept_tensors::KeptTensors;
