@@ -62,12 +62,14 @@ mod floors {
     pub use finetune_core::{contained, median, threads, units};
     pub use finetune_data as data;
     pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};
+    pub use finetune_export as export;
     pub use finetune_hub as hub;
-    pub use finetune_model::{adapter, export, model, optim, weights};
+    pub use finetune_model::{adapter, model, optim};
     pub use finetune_ops::ops;
     pub use finetune_recipe as recipe;
     pub use finetune_report as report;
     pub use finetune_runtime::{instruction_set, quant, runtime};
+    pub use finetune_weights as weights;
 }
 
 #[doc(hidden)]

@@ -377,7 +377,7 @@ fn candle_reads_what_we_write() {
 }
 
 /// The reason why finetune does not read with the crate `safetensors`:
-/// crates/model/src/weights/header.rs.
+/// crates/weights/src/header.rs.
 #[test]
 fn the_reference_reader_judges_these_otherwise() {
     let reads = |bytes: &[u8]| safetensors::SafeTensors::read_metadata(bytes).is_ok();

@@ -158,7 +158,7 @@ pub enum BlockPart {
 }
 
 /// The parameters of xIELU: both curvatures, the slope at 0, and the bound of the exponent.
-pub(crate) const XIELU: [BlockPart; 4] =
+pub const XIELU: [BlockPart; 4] =
     [BlockPart::XieluPositive, BlockPart::XieluNegative, BlockPart::XieluBeta, BlockPart::XieluEps];
 
 /// Linear layers of a block that read the same input.

@@ -127,7 +127,7 @@ impl ModelConfig {
     }
 
     /// Returns the gated MLP of each block that has one, in the order of the blocks.
-    pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
+    pub fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
         self.blocks.iter().filter_map(|block| match &block.channel_mixer {
             ChannelMixer::GatedMlp(mlp) => Some(mlp),
             ChannelMixer::MlpAndExperts(both) => Some(&both.mlp),
@@ -136,7 +136,7 @@ impl ModelConfig {
     }
 
     /// Returns the MLP without a gate of each block that has one, in the order of the blocks.
-    pub(crate) fn plain_mlps(&self) -> impl Iterator<Item = &PlainMlp> {
+    pub fn plain_mlps(&self) -> impl Iterator<Item = &PlainMlp> {
         self.blocks.iter().filter_map(|block| match &block.channel_mixer {
             ChannelMixer::PlainMlp(mlp) => Some(mlp),
             _ => None,

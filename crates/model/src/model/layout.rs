@@ -487,7 +487,7 @@ impl ModelPart {
     }
 
     /// Returns whether it is a norm.
-    pub(crate) fn is_norm(self) -> bool {
+    pub fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::EmbedPerLayer | ModelPart::LmHead => false,
             ModelPart::Block { part, .. } => part.group().is_none() && !part.is_apart(),

@@ -43,7 +43,7 @@ pub use block::{
     PerLayerWeights, PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, StreamEnds,
     TokenMixerWeights, XieluWeights, backward, forward, recompute,
 };
-pub(crate) use block_part::XIELU;
+pub use block_part::XIELU;
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
     AltUp, AttentionMixer, BlockConfig, ChannelMixer, DeltaMixer, Experts, FusedQkv, GatedMlp, HiddenNorm,
@@ -52,7 +52,7 @@ pub use composition::{
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TableGradients, TableWeights, TokenRows};
-pub(crate) use families::families;
+pub use families::families;
 pub use families::{
     Architecture, GgufDelta, GgufExperts, GgufFacts, GgufGrowth, GgufLocalRope, GgufNoPositions,
     GgufSeventyB, GgufSliding, GgufSoftcap, GgufWindows,
@@ -67,7 +67,7 @@ pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use norm::Norm;
-pub(crate) use rope::QueryGrowth;
+pub use rope::QueryGrowth;
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};

@@ -47,9 +47,9 @@ pub struct Rope {
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
     /// True if neighbours in a head are pairs, not its halves.
-    pub(crate) interleaved: bool,
+    pub interleaved: bool,
     /// The growth of queries with their positions, if any.
-    pub(crate) query_growth: Option<QueryGrowth>,
+    pub query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.
     pub(super) settings: String,
 }
@@ -57,12 +57,13 @@ pub struct Rope {
 /// A factor on the query at `position`: `1 + beta · ln(1 + ⌊(position + first) / original⌋)`
 /// (transformers 5.24, `get_llama_4_attn_scale` and `Llama4TextAttention`).
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct QueryGrowth {
-    pub(crate) beta: f64,
+pub struct QueryGrowth {
+    /// The growth of the factor with the logarithm.
+    pub beta: f64,
     /// The number of positions without growth.
-    pub(crate) original: usize,
+    pub original: usize,
     /// The number of the first position.
-    pub(crate) first: usize,
+    pub first: usize,
     /// True if the factor multiplies in f32, else in the dtype of the query.
     pub(super) multiplies_in_f32: bool,
 }
@@ -189,7 +190,7 @@ impl Rope {
     }
 
     /// Returns whether it turns any columns.
-    pub(crate) fn has_positions(&self) -> bool {
+    pub fn has_positions(&self) -> bool {
         self.inv_freq.iter().any(|frequency| *frequency != 0.0)
     }
 

@@ -63,7 +63,7 @@ impl MergeRecord {
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
-    pub(super) fn write(&self, folder: &Path) -> Result<()> {
+    pub fn write(&self, folder: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(|error| {
             Error::internal("cannot write a record of the merge").because(error.to_string())
         })?;

@@ -25,7 +25,7 @@ pub struct Architecture {
     /// Default of `tie_word_embeddings`.
     pub(super) ties_embeddings: bool,
     /// The key of the inner width of its MLPs.
-    pub(crate) intermediate_size: &'static str,
+    pub intermediate_size: &'static str,
     /// Reads the parts of a model. Defaults are those of transformers' configuration class.
     pub(super) compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
     /// Returns the name of a module in the checkpoint, after that of its block.
@@ -36,7 +36,7 @@ pub struct Architecture {
     /// True if these stacks hold the transpose of each layer.
     pub(in crate::model) transposes_stacks: bool,
     /// True if transformers reads these stacks in MXFP4, as blocks and scales.
-    pub(crate) stacks_in_mxfp4: bool,
+    pub stacks_in_mxfp4: bool,
     /// True if checkpoints hold the biases of a router as one row, `[1, E]`.
     pub(in crate::model) router_bias_is_row: bool,
     /// True if models may have no layers with experts but the keys that count them.

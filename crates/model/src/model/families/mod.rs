@@ -130,7 +130,7 @@ static FAMILIES: &[&Architecture] = &[
 ];
 
 /// Returns all families.
-pub(crate) fn families() -> impl Iterator<Item = &'static Architecture> {
+pub fn families() -> impl Iterator<Item = &'static Architecture> {
     FAMILIES.iter().copied()
 }
 

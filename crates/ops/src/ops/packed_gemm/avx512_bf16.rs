@@ -3,9 +3,11 @@
 //!
 //! Eight rows of 32 sums stay in registers over all steps. The f32 kernels use runs of steps that
 //! stay in the L1 cache; here, loading and storing the sums would cost more than reading tiles from
-//! the L2 cache: 6 % on Zen 4. One function has all loops over the sums, by index: with closures and
-//! functions that borrowed the sums, the compiler kept them in memory or not as other code of the crate
-//! changed, and products took 2.3 times as long (6 times in the dev profile). Numbers below 2⁻¹²⁶ count as zero, as on the matrix unit.
+//! the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶ count as zero, as on the matrix unit.
+//!
+//! One function has all loops over the sums, by index. With closures and functions that borrowed
+//! the sums, the compiler kept them in memory or not as other code of the crate changed, and
+//! products took 2.3 times as long (6 times in the dev profile).
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -73,8 +75,8 @@ struct LeftRows {
 /// on. `parts` lists the parts of both operands to multiply in each step, in order.
 ///
 /// # Safety
-/// From the pointers of `rows` on, each step has the pairs of its inner elements, and each part that
-/// is listed two tiles after the one before it.
+/// From the pointers of `rows` on, each step has the pairs of its inner elements, and each listed
+/// part begins two tiles after the part before it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn add_block(
