@@ -14,7 +14,7 @@
 //! | alpaca, instruction, question_answer | user and assistant messages | `### Instruction:` headings | the answer |
 //! | prompt_completion of strings | prompt + completion + EOS, no template | the same | the completion |
 //! | prompt_completion of messages | the template's text | refused | the completion's assistant turns |
-//! | preference | its chosen side, as the rows above | the same | the chosen answer |
+//! | preference_chosen | its chosen side, as the rows above | the same | the chosen answer |
 //! | text | text + EOS | the same | everything |
 //! | tokens | the tokens unchanged | the same | as its labels and masks mark them |
 //!
