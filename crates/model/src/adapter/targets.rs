@@ -329,8 +329,12 @@ fn ends(name: &str) -> Vec<&str> {
     std::iter::once(leaf(name)).chain(expert).collect()
 }
 
+/// Returns the last word of a module's name. A number in a list of modules is none: PEFT compares
+/// the words of all modules, also of blocks.
 fn leaf(name: &str) -> &str {
-    name.rsplit('.').next().unwrap_or(name)
+    let is_word = |at: &usize| !name[at + 1..].starts_with(|first: char| first.is_ascii_digit());
+    let word = name.rmatch_indices('.').map(|(at, _)| at).find(is_word);
+    word.map_or(name, |at| &name[at + 1..])
 }
 
 fn failed() -> Error {

@@ -216,3 +216,17 @@ fn written_names_mean_the_same_modules() {
     spec = named(NamePattern::List(names));
     assert_eq!(resolve(&spec, &model()).expect("resolves"), targets);
 }
+
+/// PEFT compares `0` with the last word of each module, so a name of `0` alone would choose blocks.
+#[test]
+fn a_number_in_a_list_of_modules_is_written_with_the_list() {
+    let mut modules = model();
+    modules.extend([0, 1].map(|number| Module {
+        name: format!("model.altup_projections.{number}"),
+        kind: ModuleKind::Linear,
+        shape: [8, 8].into(),
+    }));
+    let targets = resolve(&TargetSpec::default(), &modules).expect("resolves");
+    let names = target_names(&targets, &modules);
+    assert_eq!(names, ["altup_projections.0", "altup_projections.1", "gate_proj", "o_proj", "q_proj"]);
+}
