@@ -4,6 +4,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/exhaustive.rs"]
+mod exhaustive;
 #[path = "../support/golden_files.rs"]
 mod golden_files;
 #[allow(dead_code, reason = "each test binary uses its part")]
@@ -15,6 +18,7 @@ mod logits;
 
 use std::process::Command;
 
+use exhaustive::each_third;
 use golden_run::{ONE_RANK, Split, follows_as, follows_in_bf16, follows_with, golden};
 
 /// Runs threads in order and completes copies at once.
@@ -66,7 +70,7 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
 /// Packed bases, whose panels a kernel makes.
 #[test]
 fn lora_on_bases_that_stay_packed_follows_peft() {
-    for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
+    for format in each_third(["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"], 0) {
         let keep = ["--set", "model.dequantize=false"];
         follows_as(&format!("lora_{format}"), ONE_RANK, &keep, &[FORWARD]);
     }
@@ -76,7 +80,7 @@ fn lora_on_bases_that_stay_packed_follows_peft() {
 #[test]
 fn bf16_over_a_packed_base_has_the_bits_of_the_dequantized_one() {
     let runs = [(SHUFFLED, Some("model.dequantize=false")), (FORWARD, Some("model.dequantize=true"))];
-    for format in ["gptq", "fp8_block", "gguf_q4_k"] {
+    for format in each_third(["gptq", "fp8_block", "gguf_q4_k"], 2) {
         follows_in_bf16(&format!("lora_{format}"), &runs);
     }
 }
