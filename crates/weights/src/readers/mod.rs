@@ -1,7 +1,7 @@
 //! Checkpoints with quantized tensors, one reader for each format.
 //!
 //! Such a checkpoint stores a weight as several tensors: its codes, and companions such as scales.
-//! [`ModelReader`] removes the companions from the list of tensors and gives each weight its shape
+//! `ModelReader` removes the companions from the list of tensors and gives each weight its shape
 //! and type before quantization, so that the checkpoint reads like any other. Everything but codes
 //! and scales is checked when the files are opened: a mislabelled part would silently give wrong
 //! numbers.
