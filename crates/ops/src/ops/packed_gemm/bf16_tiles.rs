@@ -263,12 +263,6 @@ fn top(x: __m512, round: bool) -> __m512 {
     _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32)))
 }
 
-/// Transposes several tiles like [`Tile::transpose`].
-#[target_feature(enable = "avx512f")]
-pub(super) fn transpose_all(tiles: &mut [Tile]) {
-    tiles.iter_mut().for_each(|tile| transpose(tile));
-}
-
 /// Transposes a tile like [`Tile::transpose`], in registers.
 #[inline]
 #[target_feature(enable = "avx512f")]

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, TILE_LEN, Tile};
 
 /// Tiles of an operand multiplied with all rows before the next tiles: they stay in the L1 cache.
-const RUN: usize = 16;
+const RUN: usize = 12;
 /// Inner elements of these tiles.
 const RUN_INNER: usize = RUN / STEP_TILES * STEP;
 /// Number of tiles of a step.

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use super::tile::{LANES, STEP, Strided, Tile};
 use crate::instruction_set::InstructionSet;
+#[cfg(target_arch = "x86_64")]
+use crate::ops::mat_view::is_f32;
 use crate::ops::simd::prefetch;
 use crate::runtime::cpu_tensor::FloatElement;
 
@@ -33,7 +35,7 @@ pub(super) fn pack<T: FloatElement>(
             inner: usize,
             by_rows: bool,
         ) {
-            pack_steps(tiles, from, outer, inner, by_rows, |tiles| super::bf16_tiles::transpose_all(tiles));
+            pack_steps(tiles, from, outer, inner, by_rows);
         }
         #[target_feature(enable = "avx2,fma")]
         fn avx2<T: FloatElement>(
@@ -43,12 +45,19 @@ pub(super) fn pack<T: FloatElement>(
             inner: usize,
             by_rows: bool,
         ) {
-            pack_steps(tiles, from, outer, inner, by_rows, |tiles| {
-                tiles.iter_mut().for_each(|tile| transpose_avx2(tile));
-            });
+            pack_steps(tiles, from, outer, inner, by_rows);
+        }
+        let is_turned = from.inner == 1 && !by_rows;
+        if set >= InstructionSet::Avx2
+            && is_turned
+            && outer.len().is_multiple_of(8)
+            && inner.is_multiple_of(4)
+        {
+            // SAFETY: the processor has the instructions, by the assertion.
+            return unsafe { pack_turned(tiles, from, outer, inner) };
         }
         if set >= InstructionSet::Avx512 {
-            // SAFETY: the processor has the instructions, by the assertion.
+            // SAFETY: as above.
             return unsafe { avx512(tiles, from, outer, inner, by_rows) };
         }
         if set >= InstructionSet::Avx2 {
@@ -56,7 +65,7 @@ pub(super) fn pack<T: FloatElement>(
             return unsafe { avx2(tiles, from, outer, inner, by_rows) };
         }
     }
-    pack_steps(tiles, from, outer, inner, by_rows, |tiles| tiles.iter_mut().for_each(Tile::transpose));
+    pack_steps(tiles, from, outer, inner, by_rows);
 }
 
 /// Fills the tiles of each step line by line of memory, and transposes them if the format's lines
@@ -68,7 +77,6 @@ fn pack_steps<T: FloatElement>(
     outer: Range<usize>,
     inner: usize,
     by_rows: bool,
-    transpose: impl Fn(&mut [Tile]),
 ) {
     let along = from.inner == 1;
     for (tiles, first) in tiles.chunks_exact_mut(STEP_TILES).zip((0..inner).step_by(STEP)) {
@@ -107,7 +115,7 @@ fn pack_steps<T: FloatElement>(
             }
         }
         if along != by_rows {
-            transpose(tiles);
+            tiles.iter_mut().for_each(Tile::transpose);
         }
     }
 }
@@ -129,34 +137,65 @@ fn fill_some<T: FloatElement>(line: &mut [u32; LANES], values: &[T]) {
     }
 }
 
-/// Transposes a tile like [`Tile::transpose`], in registers.
+/// Fills a strip like [`pack_steps`] with lines of outer elements, from memory whose lines are
+/// inner elements: blocks of eight outer by four inner elements are transposed in registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn pack_turned<T: FloatElement>(tiles: &mut [Tile], from: Strided<'_, T>, outer: Range<usize>, inner: usize) {
+    use std::arch::x86_64::*;
+    for (tiles, first) in tiles.chunks_exact_mut(STEP_TILES).zip((0..inner).step_by(STEP)) {
+        let width = (inner - first).min(STEP);
+        if outer.len() < 2 * LANES || width < STEP {
+            tiles.fill(Tile::ZERO);
+        }
+        for (block, start) in outer.clone().step_by(8).enumerate() {
+            let mut lines = [from.data; 8];
+            for (i, line) in lines.iter_mut().enumerate() {
+                *line = &from.data[(start + i) * from.outer + first..][..width];
+                prefetch(line.as_ptr().wrapping_add(2 * STEP));
+                prefetch(line.as_ptr().wrapping_add(2 * STEP + LANES));
+            }
+            for at in (0..width).step_by(4) {
+                let mut rows = [_mm256_setzero_si256(); 4];
+                for (i, row) in rows.iter_mut().enumerate() {
+                    let four = |line: &[T]| widened(line[at..].first_chunk().expect("a multiple of four"));
+                    *row = _mm256_inserti128_si256::<1>(
+                        _mm256_castsi128_si256(four(lines[i])),
+                        four(lines[i + 4]),
+                    );
+                }
+                let low = [_mm256_unpacklo_epi32(rows[0], rows[1]), _mm256_unpacklo_epi32(rows[2], rows[3])];
+                let high = [_mm256_unpackhi_epi32(rows[0], rows[1]), _mm256_unpackhi_epi32(rows[2], rows[3])];
+                let columns = [
+                    _mm256_unpacklo_epi64(low[0], low[1]),
+                    _mm256_unpackhi_epi64(low[0], low[1]),
+                    _mm256_unpacklo_epi64(high[0], high[1]),
+                    _mm256_unpackhi_epi64(high[0], high[1]),
+                ];
+                for (column, number) in columns.into_iter().zip(at..) {
+                    let line = tiles[block / 2 * 2 + number / LANES].line_mut(number % LANES);
+                    // SAFETY: an array and a vector of the same bits.
+                    line.as_chunks_mut::<8>().0[block % 2] =
+                        unsafe { std::mem::transmute::<__m256i, [u32; 8]>(column) };
+                }
+            }
+        }
+    }
+}
+
+/// Returns four values as the bits of f32.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2")]
-fn transpose_avx2(tile: &mut Tile) {
+fn widened<T: FloatElement>(values: &[T; 4]) -> std::arch::x86_64::__m128i {
     use std::arch::x86_64::*;
-    let from = *tile;
-    for i in (0..LANES).step_by(8) {
-        for c in 0..LANES / 4 {
-            // Four lanes of a line, and of the line after the next three.
-            let rows: [__m256i; 4] = std::array::from_fn(|row| {
-                let quarter = |line: usize| from.line(line).as_chunks::<4>().0[c];
-                // SAFETY: arrays and vectors of the same bits.
-                unsafe { std::mem::transmute([quarter(i + row), quarter(i + row + 4)]) }
-            });
-            let low = [_mm256_unpacklo_epi32(rows[0], rows[1]), _mm256_unpacklo_epi32(rows[2], rows[3])];
-            let high = [_mm256_unpackhi_epi32(rows[0], rows[1]), _mm256_unpackhi_epi32(rows[2], rows[3])];
-            let lines = [
-                _mm256_unpacklo_epi64(low[0], low[1]),
-                _mm256_unpackhi_epi64(low[0], low[1]),
-                _mm256_unpacklo_epi64(high[0], high[1]),
-                _mm256_unpackhi_epi64(high[0], high[1]),
-            ];
-            for (number, line) in lines.into_iter().enumerate() {
-                let to = &mut tile.line_mut(4 * c + number).as_chunks_mut::<8>().0[i / 8];
-                // SAFETY: as above.
-                *to = unsafe { std::mem::transmute::<__m256i, [u32; 8]>(line) };
-            }
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone: four values have as many bits
+    // as the vector, or as the number.
+    unsafe {
+        if is_f32::<T>() {
+            return std::mem::transmute_copy::<[T; 4], __m128i>(values);
         }
+        let bits = std::mem::transmute_copy::<[T; 4], i64>(values);
+        _mm_slli_epi32::<16>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(bits)))
     }
 }
