@@ -4,8 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
+use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
