@@ -13,17 +13,11 @@ use std::arch::x86_64::*;
 use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, TILE_LEN, Tile};
 
 /// Tiles of an operand multiplied with all rows before the next tiles: they stay in the L1 cache.
-const RUN: usize = 12;
+const RUN: usize = 16;
 /// Inner elements of these tiles.
 const RUN_INNER: usize = RUN / STEP_TILES * STEP;
 /// Number of tiles of a step.
 const STEP_TILES: usize = 4;
-
-/// Returns the distances from a row, and from an inner element, to the next in a left tile of
-/// [`PackedFormat`].
-const fn left_strides(by_rows: bool) -> (usize, usize) {
-    if by_rows { (LANES, 1) } else { (1, LANES) }
-}
 
 /// Returns the distance from the first of a block's vectors of columns to vector `number`.
 const fn vector_at(number: usize, lanes: usize) -> usize {
@@ -54,7 +48,7 @@ macro_rules! kernel {
             #[inline]
             $(#[$meta])*
             #[allow(clippy::needless_range_loop, reason = "sums under two counters stay in registers")]
-            fn add_run<const BY_ROWS: bool, const R: usize, const V: usize>(
+            fn add_run<const R: usize, const V: usize>(
                 (left, right): (&[Tile], &[Tile]),
                 inner: usize,
                 (row, column): (usize, usize),
@@ -62,7 +56,6 @@ macro_rules! kernel {
                 stride: usize,
                 keep: bool,
             ) {
-                let (by_row, by_inner) = const { left_strides(BY_ROWS) };
                 assert!(row + R <= SQUARE && column + V * $lanes <= SQUARE);
                 assert!(dst.len() >= (row + R - 1) * stride + SQUARE);
                 assert!(left.len() == right.len() && inner <= left.len() / STEP_TILES * STEP);
@@ -71,7 +64,7 @@ macro_rules! kernel {
                 for (i, left) in lefts.iter_mut().enumerate() {
                     // The distances are constants if all rows of any block are in one half.
                     let first = if LANES.is_multiple_of(R) { row } else { row + i };
-                    let at = first / LANES * 2 * TILE_LEN + (first % LANES + row + i - first) * by_row;
+                    let at = first / LANES * 2 * TILE_LEN + (first % LANES + row + i - first) * LANES;
                     *left = left.wrapping_add(at);
                 }
                 let within = if V * $lanes < LANES { column % LANES } else { 0 };
@@ -116,7 +109,7 @@ macro_rules! kernel {
                                     }
                                 }
                             }
-                            at_left = at_left.wrapping_add(by_inner);
+                            at_left = at_left.wrapping_add(1);
                             at_right = at_right.wrapping_add(LANES);
                         }
                     }
@@ -128,7 +121,8 @@ macro_rules! kernel {
                 }
             }
             let runs = left.tiles.chunks(RUN).zip(right.tiles.chunks(RUN)).zip((0..left.inner).step_by(RUN_INNER));
-            let (by_rows, vectors) = (left.format == PackedFormat::F32Rows, right.outer.div_ceil($lanes));
+            assert!((left.format, right.format) == (PackedFormat::F32Rows, PackedFormat::F32));
+            let vectors = right.outer.div_ceil($lanes);
             for (tiles, first) in runs {
                 let (keep, inner) = (accumulate || first > 0, (left.inner - first).min(RUN_INNER));
                 let mut column = 0;
@@ -136,11 +130,10 @@ macro_rules! kernel {
                     $(if vectors - column >= $vectors {
                         for row in (0..left.outer).step_by($rows) {
                             let at = (row, column * $lanes);
-                            match (by_rows, row + $rows <= SQUARE) {
-                                (true, true) => add_run::<true, $rows, $vectors>(tiles, inner, at, dst, stride, keep),
-                                (true, false) => add_run::<true, $tail, $vectors>(tiles, inner, at, dst, stride, keep),
-                                (false, true) => add_run::<false, $rows, $vectors>(tiles, inner, at, dst, stride, keep),
-                                (false, false) => add_run::<false, $tail, $vectors>(tiles, inner, at, dst, stride, keep),
+                            if row + $rows <= SQUARE {
+                                add_run::<$rows, $vectors>(tiles, inner, at, dst, stride, keep);
+                            } else {
+                                add_run::<$tail, $vectors>(tiles, inner, at, dst, stride, keep);
                             }
                         }
                         column += $vectors;

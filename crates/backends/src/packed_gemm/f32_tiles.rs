@@ -7,8 +7,6 @@ use crate::instruction_set::InstructionSet;
 #[cfg(target_arch = "x86_64")]
 use crate::mat_view::is_f32;
 use crate::runtime::cpu_tensor::FloatElement;
-use crate::runtime::cpu_tensor::FloatElement;
-use crate::simd::prefetch;
 use crate::simd::prefetch;
 
 /// Number of tiles of a step.
@@ -49,14 +47,17 @@ pub(super) fn pack<T: FloatElement>(
         ) {
             pack_steps(tiles, from, outer, inner, by_rows);
         }
-        let is_turned = from.inner == 1 && !by_rows;
-        if set >= InstructionSet::Avx2
-            && is_turned
-            && outer.len().is_multiple_of(8)
-            && inner.is_multiple_of(4)
-        {
+        let fits = if by_rows { (inner, outer.len()) } else { (outer.len(), inner) };
+        let is_turned = (from.inner == 1) != by_rows;
+        if set >= InstructionSet::Avx2 && is_turned && fits.0.is_multiple_of(8) && fits.1.is_multiple_of(4) {
             // SAFETY: the processor has the instructions, by the assertion.
-            return unsafe { pack_turned(tiles, from, outer, inner) };
+            return unsafe {
+                if by_rows {
+                    pack_turned::<_, true>(tiles, from, outer, inner);
+                } else {
+                    pack_turned::<_, false>(tiles, from, outer, inner);
+                }
+            };
         }
         if set >= InstructionSet::Avx512 {
             // SAFETY: as above.
@@ -139,32 +140,41 @@ fn fill_some<T: FloatElement>(line: &mut [u32; LANES], values: &[T]) {
     }
 }
 
-/// Fills a strip like [`pack_steps`] with lines of outer elements, from memory whose lines are
-/// inner elements: blocks of eight outer by four inner elements are transposed in registers.
+/// Fills a strip like [`pack_steps`] from memory whose lines run across those of the format: blocks
+/// of eight lines by four elements are transposed in registers.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn pack_turned<T: FloatElement>(tiles: &mut [Tile], from: Strided<'_, T>, outer: Range<usize>, inner: usize) {
+fn pack_turned<T: FloatElement, const BY_ROWS: bool>(
+    tiles: &mut [Tile],
+    from: Strided<'_, T>,
+    outer: Range<usize>,
+    inner: usize,
+) {
     use std::arch::x86_64::*;
     for (tiles, first) in tiles.chunks_exact_mut(STEP_TILES).zip((0..inner).step_by(STEP)) {
-        let width = (inner - first).min(STEP);
-        if outer.len() < 2 * LANES || width < STEP {
+        let inner = first..inner.min(first + STEP);
+        if outer.len() < 2 * LANES || inner.len() < STEP {
             tiles.fill(Tile::ZERO);
         }
-        for (block, start) in outer.clone().step_by(8).enumerate() {
+        let (lines, elements, stride) =
+            if BY_ROWS { (inner, outer.clone(), from.inner) } else { (outer.clone(), inner, from.outer) };
+        // Lines of inner elements go on; of those of outer elements the next strip reads the same
+        // pages.
+        let (ahead, prefetched) = if BY_ROWS { (AHEAD * stride, 4 * LANES) } else { (2 * STEP, STEP) };
+        for (block, start) in lines.step_by(8).enumerate() {
             let mut lines = [from.data; 8];
             for (i, line) in lines.iter_mut().enumerate() {
-                *line = &from.data[(start + i) * from.outer + first..][..width];
-                prefetch(line.as_ptr().wrapping_add(2 * STEP));
-                prefetch(line.as_ptr().wrapping_add(2 * STEP + LANES));
+                *line = &from.data[(start + i) * stride + elements.start..][..elements.len()];
+                for at in (0..prefetched).step_by(64 / size_of::<T>()) {
+                    prefetch(line.as_ptr().wrapping_add(ahead + at));
+                }
             }
-            for at in (0..width).step_by(4) {
+            for at in (0..elements.len()).step_by(4) {
+                let four =
+                    |line: usize| widened(lines[line][at..].first_chunk().expect("a multiple of four"));
                 let mut rows = [_mm256_setzero_si256(); 4];
                 for (i, row) in rows.iter_mut().enumerate() {
-                    let four = |line: &[T]| widened(line[at..].first_chunk().expect("a multiple of four"));
-                    *row = _mm256_inserti128_si256::<1>(
-                        _mm256_castsi128_si256(four(lines[i])),
-                        four(lines[i + 4]),
-                    );
+                    *row = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(four(i)), four(i + 4));
                 }
                 let low = [_mm256_unpacklo_epi32(rows[0], rows[1]), _mm256_unpacklo_epi32(rows[2], rows[3])];
                 let high = [_mm256_unpackhi_epi32(rows[0], rows[1]), _mm256_unpackhi_epi32(rows[2], rows[3])];
@@ -175,7 +185,10 @@ fn pack_turned<T: FloatElement>(tiles: &mut [Tile], from: Strided<'_, T>, outer:
                     _mm256_unpackhi_epi64(high[0], high[1]),
                 ];
                 for (column, number) in columns.into_iter().zip(at..) {
-                    let line = tiles[block / 2 * 2 + number / LANES].line_mut(number % LANES);
+                    let (of_lines, of_elements) = (block / 2, number / LANES);
+                    let (half, quarter) =
+                        if BY_ROWS { (of_elements, of_lines) } else { (of_lines, of_elements) };
+                    let line = tiles[half * 2 + quarter].line_mut(number % LANES);
                     // SAFETY: an array and a vector of the same bits.
                     line.as_chunks_mut::<8>().0[block % 2] =
                         unsafe { std::mem::transmute::<__m256i, [u32; 8]>(column) };
@@ -199,5 +212,51 @@ fn widened<T: FloatElement>(values: &[T; 4]) -> std::arch::x86_64::__m128i {
         }
         let bits = std::mem::transmute_copy::<[T; 4], i64>(values);
         _mm_slli_epi32::<16>(_mm_cvtepu16_epi32(_mm_cvtsi64_si128(bits)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    /// Returns the bits of a strip of `outer` outer elements, from the third on.
+    fn packed<T: FloatElement>(
+        set: InstructionSet,
+        outer: usize,
+        inner: usize,
+        layout: (bool, bool),
+    ) -> Vec<u32> {
+        let (along, by_rows) = layout;
+        let data: Vec<T> = (0..(outer + 3) * (inner + 5)).map(|i| T::nearest(i as f32 - 900.0)).collect();
+        let (of_outer, of_inner) = if along { (inner + 5, 1) } else { (1, outer + 3) };
+        let from = Strided { data: &data, outer: of_outer, inner: of_inner };
+        // Numbers that packing must overwrite.
+        let mut tiles = vec![Tile::ZERO; inner.div_ceil(STEP) * STEP_TILES];
+        for tile in &mut tiles {
+            (0..LANES).for_each(|line| tile.line_mut(line).fill(f32::NAN.to_bits()));
+        }
+        pack(set, &mut tiles, from, 3..outer + 3, inner, by_rows);
+        tiles
+            .iter_mut()
+            .flat_map(|tile| (0..LANES).flat_map(|i| *tile.line_mut(i)).collect::<Vec<_>>())
+            .collect()
+    }
+
+    #[test]
+    fn every_instruction_set_packs_the_same_tiles() {
+        for (outer, inner) in
+            [(32, 64), (32, 100), (24, 36), (8, 4), (16, 32), (31, 64), (32, 33), (20, 40), (1, 1)]
+        {
+            for layout in [(true, false), (true, true), (false, false), (false, true)] {
+                let want = packed::<f32>(InstructionSet::Baseline, outer, inner, layout);
+                let short = packed::<bf16>(InstructionSet::Baseline, outer, inner, layout);
+                for set in InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected()) {
+                    assert_eq!(packed::<f32>(set, outer, inner, layout), want, "{set:?} {outer} x {inner}");
+                    assert_eq!(packed::<bf16>(set, outer, inner, layout), short, "{set:?} {outer} x {inner}");
+                }
+            }
+        }
     }
 }

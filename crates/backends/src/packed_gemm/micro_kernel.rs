@@ -79,8 +79,7 @@ impl MicroKernel {
     /// Returns the packed format of an operand.
     pub(super) fn format(self, of: &impl GemmMatrix, role: OperandRole) -> PackedFormat {
         if self.takes_f32() {
-            let by_rows = role == OperandRole::Left && !of.is_transposed();
-            return if by_rows { PackedFormat::F32Rows } else { PackedFormat::F32 };
+            return if role == OperandRole::Left { PackedFormat::F32Rows } else { PackedFormat::F32 };
         }
         if self.splits_f32() && !of.is_bf16() { PackedFormat::Bf16Parts } else { PackedFormat::Bf16 }
     }
