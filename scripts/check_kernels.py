@@ -63,8 +63,8 @@ USES = {
 }
 
 
-# sm_120 holds 1,536 threads and ignores the bound of a kernel that asks for more; the bounds are for
-# RESIDENT_THREADS, which Limit.faults holds them to.
+# sm_120 holds 1,536 threads and ignores the bound of a kernel that asks for more; the bounds are
+# for RESIDENT_THREADS, which Limit.faults holds them to.
 FEWER_THREADS = re.compile(r"Value of threads per SM for entry \w+ is out of range. .minnctapersm will be ignored")
 
 
@@ -281,8 +281,8 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
     if found.registers > limit.registers:
         yield (
             f"{where}: {found.registers} registers a thread, at most {limit.registers} let {limit.blocks} blocks of "
-            f"{limit.threads} threads run on a multiprocessor; keep fewer values alive (BOUNDS says how many registers "
-            "there are), or lower `blocks`"
+            f"{limit.threads} threads run on a multiprocessor; keep fewer values alive (BOUNDS gives the registers of "
+            "a thread), or lower `blocks`"
         )
     if found.bounds not in (0, limit.threads):
         yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"

@@ -9,8 +9,8 @@
 #   it. scripts/bochs_amx.patch adds the part of the unit that Linux needs (XFD), and fixes how
 #   Bochs stores tiles and rounds to bf16. In its folder `bochs`:
 #       patch -p1 <.../scripts/bochs_amx.patch
-#       ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx --enable-all-optimizations --with-nogui \
-#           --disable-docbook && make
+#       ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx \
+#           --enable-all-optimizations --with-nogui --disable-docbook && make
 # - A kernel for x86-64 from 5.16 on that needs no modules for it: Debian's
 #   linux-image-cloud-amd64 (6.1), unpacked.
 # - Debian's busybox-static, cpio, isolinux, syslinux-common and xorriso (BUSYBOX, ISOLINUX and

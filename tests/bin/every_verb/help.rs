@@ -612,8 +612,8 @@ fn recipes_listed_and_shown() {
     assert_eq!(told(&["recipes"]), told(&["recipes", "list"]));
     assert_snapshot!(told(&["recipes"]), @"
     exit 0
-    quickstart            Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
-    pretrain-tiny         The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
+    quickstart            Quickstart: a LoRA adapter teaches a tiny built-in model to answer questions, without a GPU.
+    pretrain-tiny         The quickstart's base: a small llama, trained from random weights on stories of a tiny world.
     lora                  LoRA: a small adapter on a frozen model, on your own data.
     qlora                 QLoRA: a small adapter on a model whose weights are kept in 4 bits.
     qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.

@@ -204,8 +204,8 @@ mod tests {
         assert_eq!((top(&p), top(&q)), (1, 0));
     }
 
-    /// The second model has a quarter of the first one's change and something else, both with shifts
-    /// of all logits.
+    /// The second model has a quarter of the first one's change and something else, both with
+    /// shifts of all logits.
     #[test]
     fn shares_are_the_definition() {
         let base = vec![1.0f32, 2.0, 3.0, 4.0];
