@@ -663,7 +663,7 @@ fn recipes_listed_and_shown() {
     # Format of the quantized weights.
     # Accepted: "nf4", "fp4", "int8".
     # kind = "nf4"
-    # Weights that share one scale.
+    # Weights that share one scale, for every kind.
     # Accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096.
     # block_size = 64
     # Quantize the scales too.

@@ -103,7 +103,7 @@ const E2M1: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
 /// Returns the blocks of MXFP4 that have exactly these values.
 ///
 /// # Errors
-/// Internal: there are none.
+/// Internal: no such blocks exist.
 fn mxfp4_blocks(values: &[f32]) -> Result<Vec<u8>> {
     let blocks: Result<Vec<Vec<u8>>> = values.chunks(BlockType::MXFP4.elements()).map(mxfp4_block).collect();
     Ok(blocks?.concat())
