@@ -208,8 +208,8 @@ fn help_of_every_verb() {
           --format <FORMAT>      Format: hf, a folder for transformers, or gguf, a file for llama.cpp
                                  [possible values: hf, gguf]
           --type <TYPE>          Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as
-                                 stored] [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m,
-                                 q6_k]
+                                 stored; adapter: f32] [possible values: f32, f16, bf16, q8_0, q4_0,
+                                 q4_k_m, q5_k_m, q6_k]
           --revision <REVISION>  Branch, tag or commit of the model on the hub [default: main]
           --offline              Use only local files, without network access
       -q, --quiet                Print only errors and warnings
