@@ -252,10 +252,7 @@ fn a_program_that_dies_is_one_warning_and_changes_nothing() {
     let said = ends(&place, &lora(&["--set", &shell(script)]), 0);
     let told = warnings(&said);
     assert_eq!(told.len(), 1, "{said}");
-    assert!(
-        told[0].starts_with("warning: the program of `log.command` may miss lines of this run: `sh` ended "),
-        "{said}"
-    );
+    assert!(told[0].starts_with("warning: no more lines for `log.command`: `sh` ended "), "{said}");
     assert!(told[0].contains(" with exit status: 3"), "{said}");
     assert!(told[0].ends_with(": no module named such"), "{said}");
     let (alone, out) = (place.path("alone"), place.path("out"));
