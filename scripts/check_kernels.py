@@ -5,12 +5,11 @@
     scripts/check_kernels.py                # exit code 1 if a kernel breaks a limit
     scripts/check_kernels.py --table        # also prints the resources of each kernel
 
-The files are compiled with the options of crates/ops/build.rs, kernels/nvcc.options. ptxas then
-reports registers, stack, spills and shared memory of each kernel for each architecture. The PTX
-shows the instructions that move memory and compute, and in loops with products on tensor cores the
-reads of shared memory for each. limits.toml holds the limits of each kernel;
-the rules for every kernel are here: no access to local memory, no atomic sum of floats, no warning
-of nvcc.
+The files are compiled with the options of crates/backends/build.rs, kernels/nvcc.options. ptxas
+then reports registers, stack, spills and shared memory of each kernel for each architecture. The
+PTX shows the instructions that move memory and compute, and in loops with products on tensor cores
+the reads of shared memory for each. limits.toml holds the limits of each kernel; the rules for
+every kernel are here: no access to local memory, no atomic sum of floats, no warning of nvcc.
 
 Newer GPUs run the PTX of compute_90, which their driver compiles. ptxas does the same here for the
 architectures in `from_ptx`, and only stack and spills are compared with the limits.
