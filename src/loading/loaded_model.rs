@@ -15,7 +15,7 @@ use crate::report::Terminal;
 pub(crate) struct LoadedModel {
     pub(crate) base: BaseModel,
     pub(crate) adapter_setup: Option<AdapterSetup>,
-    pub(crate) rows: DatasetLoader,
+    pub(crate) dataset_loader: DatasetLoader,
     /// Comparison with the model that the adapter was trained on. The caller finishes it after the
     /// weights are loaded.
     pub(crate) comparison: Option<BaseComparison>,
@@ -52,6 +52,6 @@ impl LoadedModel {
         data.fit_positions(base.config.max_position_embeddings);
         let rows = base.dataset_loader(tokenizer, &data)?;
         rows.warnings().iter().for_each(|text| terminal.warn(text));
-        Ok(LoadedModel { base, adapter_setup, rows, comparison })
+        Ok(LoadedModel { base, adapter_setup, dataset_loader: rows, comparison })
     }
 }
