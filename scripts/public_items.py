@@ -92,7 +92,7 @@ def read():
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.split()
     items, words, met = [], {}, {}
-    for path in (path for path in listed if (ROOT / path).exists()):
+    for path in (path for path in sorted(set(listed)) if (ROOT / path).exists()):
         text, part = code((ROOT / path).read_text()), part_of(path)
         own = without_tests(text)
         is_test = re.search(r"(^|/)tests?(/|\.rs$)|_tests\.rs$", path)

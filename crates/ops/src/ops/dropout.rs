@@ -8,7 +8,7 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::gpu;
+use crate::backends::gpu;
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::copy::to_device;

@@ -13,9 +13,9 @@
 
 use candle_core::Tensor;
 
-use super::gpu::driver_of;
 pub use super::matmul::ColumnView;
 pub use super::rotary::Heads;
+use crate::backends::gpu::driver_of;
 use crate::error::Result;
 use crate::recipe::enums::Attention;
 use crate::runtime::trace::{SpanInfo, span};

@@ -4,8 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
+use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
@@ -26,8 +26,8 @@ pub(super) fn matmul(
     addend: Addend<'_>,
 ) -> Result<()> {
     match Gemm::new(&dst, &a, &b, form, alpha as f32, addend)? {
-        Some(gemm) if gemm.size().2 > 0 => {
-            let (m, n, _) = gemm.size();
+        Some(gemm) if gemm.size()[2] > 0 => {
+            let [m, n, _] = gemm.size();
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
         _ => reference(dst, a, b, form, alpha, addend),

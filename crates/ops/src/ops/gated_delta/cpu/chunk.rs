@@ -1,10 +1,10 @@
 //! One chunk of one head: its products, its triangular system and the step of its state.
 
 use super::{DeltaRows, GateColumns};
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::backends::simd;
 use crate::instruction_set::vectorized;
 use crate::ops::gated_delta::{CHUNK, NORM_EPS};
-use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul};
-use crate::ops::simd;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// The constants of a value head.
@@ -143,7 +143,7 @@ impl ValueChunk {
         chunk
     }
 
-    /// Returns a chunk with these gates and their decays, and room for the rest.
+    /// Returns a chunk with these gates and their decays, and memory for the rest.
     fn decayed(gates: Vec<TokenGate>, dim: usize) -> Self {
         let len = gates.len();
         let mut sum = 0.0;
