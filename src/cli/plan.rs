@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::shared::rank_count;
-use super::{CommonArgs, Gpus, RecipeArgs, SettingArgs};
+use super::{CommonArgs, DeviceArgs, RecipeArgs, SettingArgs};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
@@ -30,12 +29,9 @@ pub struct PlanArgs {
     /// Hardware, with a rank per device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
     #[arg(long, value_name = "HARDWARE", allow_hyphen_values = true, conflicts_with_all = ["gpus", "ranks"])]
     pub on: Option<String>,
-    /// GPUs of this machine, such as 0,2 or 0-3 [default: the first GPU, else the CPU]
-    #[arg(long, value_name = "LIST")]
-    pub gpus: Option<Gpus>,
-    /// Number of ranks on the CPU of this machine
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = rank_count())]
-    pub ranks: Option<u16>,
+    /// Devices of this machine.
+    #[command(flatten)]
+    pub devices: DeviceArgs,
     /// Price: AMOUNT/h[*COUNT], or AMOUNT/GB-month[*GB] of storage; may be repeated
     #[arg(long, value_name = "PRICE", allow_hyphen_values = true)]
     pub price: Vec<String>,

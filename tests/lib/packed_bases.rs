@@ -86,7 +86,7 @@ fn stacks_in_mxfp4_have_the_values_of_the_reference() {
     }
     let stored: u64 = files.names().map(|name| files.stored_bytes(name)).sum();
     assert_eq!(files.file_bytes().map(|(_, bytes)| bytes).collect::<Vec<_>>(), [stored]);
-    assert_snapshot!(files.notes().collect::<Vec<_>>().join("\n"), @"finetune dequantizes 4 weights stored as mxfp4 while it reads the model");
+    assert_snapshot!(files.warnings().collect::<Vec<_>>().join("\n"), @"finetune dequantizes 4 weights stored as mxfp4 while it reads the model");
 }
 
 /// Opens a golden model as runs do.
@@ -672,7 +672,7 @@ fn tensors_beside_packed_weights_that_the_model_does_not_use() {
     ];
     let model = settled(&more, false);
     checked(&model).unwrap();
-    assert_snapshot!(model.1.notes().collect::<Vec<_>>().join("\n"), @"
+    assert_snapshot!(model.1.warnings().collect::<Vec<_>>().join("\n"), @"
     finetune dequantizes 14 weights stored as gptq int4 while it reads the model
     finetune does not use the zero biases of 1 quantized weight: the model has no such biases
     finetune does not use 3 tensors of the key-value cache's quantization

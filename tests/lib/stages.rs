@@ -19,7 +19,7 @@ fn batch() -> Batch {
     targets.push(IGNORE);
     targets[4] = IGNORE;
     let segments = vec![Sample { start: 0, len: 5 }, Sample { start: 5, len: 7 }];
-    Batch { ids, targets, segments, first_token: 0, rows: 2 }
+    Batch { ids, targets, samples: segments, first_token: 0, num_samples: 2 }
 }
 
 fn micro_step(recompute: Recompute) -> MicroStep<'static> {

@@ -98,8 +98,8 @@ impl<'a> Authority<'a> {
         if rest.is_empty() {
             return Ok(Authority { host, port: None });
         }
-        let found = rest.strip_prefix(':').unwrap_or(rest);
-        let port = port(found).ok_or_else(|| bad_port(found))?;
+        let digits = rest.strip_prefix(':').unwrap_or(rest);
+        let port = port(digits).ok_or_else(|| bad_port(digits))?;
         Ok(Authority { host, port: Some(port) })
     }
 }
@@ -277,8 +277,8 @@ mod tests {
         for bad in
             ["http://p:8o", "p:0", "ftp://p", "http://ada:geheim@p:99999", "http://a@b:geheim@p", "http://"]
         {
-            let told = check(&[("https_proxy", bad)]).expect_err(bad);
-            assert!(told.contains("https_proxy") && !told.contains("geheim"), "{told}");
+            let message = check(&[("https_proxy", bad)]).expect_err(bad);
+            assert!(message.contains("https_proxy") && !message.contains("geheim"), "{message}");
         }
         assert_eq!(check(&[("ALL_PROXY", "p:1"), ("HTTP_PROXY", "p:0")]), Ok(()), "the first one counts");
         assert!(check(&[("ALL_PROXY", ""), ("HTTP_PROXY", "p:0")]).is_err());

@@ -121,8 +121,9 @@ fn append(
         let line_end = encode("\n")?.ids;
         let whole = encode(&format!("\n{piece}"))?;
         if whole.ids.starts_with(&line_end) {
-            let kept = line_end.len();
-            own = Some(Encoded { ids: whole.ids[kept..].to_vec(), offsets: whole.offsets[kept..].to_vec() });
+            let start = line_end.len();
+            own =
+                Some(Encoded { ids: whole.ids[start..].to_vec(), offsets: whole.offsets[start..].to_vec() });
             shift = 1;
         }
     }

@@ -116,10 +116,10 @@ fn places(text: &str, range: Range<usize>) -> Vec<usize> {
     let line = |at: &usize| bytes[at - 1] == b'\n' && word(*at);
     let space = |at: &usize| word(at - 1) && bytes[*at] == b' ' && word(at + 1);
     let any = |at: &usize| text.is_char_boundary(*at);
-    let mut found: Vec<usize> = range.clone().rev().filter(line).take(TRIES).collect();
-    found.extend(range.clone().rev().filter(space).take(TRIES));
-    found.extend(range.rev().filter(any).take(TRIES));
-    found
+    let mut boundaries: Vec<usize> = range.clone().rev().filter(line).take(TRIES).collect();
+    boundaries.extend(range.clone().rev().filter(space).take(TRIES));
+    boundaries.extend(range.rev().filter(any).take(TRIES));
+    boundaries
 }
 
 /// The number of tokens before `place`; `None` if a token spans it.

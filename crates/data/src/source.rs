@@ -62,15 +62,15 @@ pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
     let mut source = DataFile::default();
     if about.is_dir() {
-        let mut found = FoundFiles::default();
-        found.list(path, 0)?;
+        let mut files = FoundFiles::default();
+        files.list(path, 0)?;
         // Links last, so that a folder is read under its own name.
-        while let Some((link, depth)) = found.links.pop_front() {
-            found.list(&link, depth)?;
+        while let Some((link, depth)) = files.links.pop_front() {
+            files.list(&link, depth)?;
         }
-        found.files.sort();
-        source.notes.append(&mut found.notes);
-        source.files = choose(path, found.files, split, &mut source.notes)?;
+        files.files.sort();
+        source.notes.append(&mut files.notes);
+        source.files = choose(path, files.files, split, &mut source.notes)?;
     } else {
         source.files = vec![path.to_owned()];
     }

@@ -103,7 +103,7 @@ fn compare_all(models: &[Compared<'_>], batches: impl Iterator<Item = Batch>) ->
             let logits = models.iter().zip(&hidden).map(|(model, hidden)| model.logits(hidden, rows));
             sums.add(&logits.collect::<Result<Vec<_>>>()?, rows.len())?;
         }
-        sums.rows += batch.segments.len() as u64;
+        sums.rows += batch.samples.len() as u64;
     }
     if sums.tokens == 0 {
         return Err(Error::user("cannot compare two models on this data")

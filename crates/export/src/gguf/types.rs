@@ -175,8 +175,8 @@ impl Mixture {
     /// Returns whether the values of `layer` get more bits, by its position among the layers with
     /// values.
     fn values_get_more_bits(&self, layer: usize) -> bool {
-        let found = self.of_values.binary_search(&layer);
-        found.is_ok_and(|at| gets_more_bits(at, self.of_values.len()))
+        let index = self.of_values.binary_search(&layer);
+        index.is_ok_and(|at| gets_more_bits(at, self.of_values.len()))
     }
 }
 

@@ -121,9 +121,9 @@ fn mxfp4_block(values: &[f32]) -> Result<Vec<u8>> {
     // The unit is half the scale: 2^(e - 128).
     let units = (0..=254u8).map(|e| (e, (f64::from(e) - 128.0).exp2() as f32));
     let fits = |unit: &f32| largest == 0.0 || (1.0..=12.0).contains(&(largest / unit));
-    let found = units.filter(|(_, unit)| fits(unit)).find_map(|(e, unit)| Some((e, codes_by(unit)?)));
+    let best = units.filter(|(_, unit)| fits(unit)).find_map(|(e, unit)| Some((e, codes_by(unit)?)));
     let (e, codes) =
-        found.ok_or_else(|| Error::internal("values of a checkpoint in MXFP4 are no block of it"))?;
+        best.ok_or_else(|| Error::internal("values of a checkpoint in MXFP4 are no block of it"))?;
     let (low, high) = codes.split_at(codes.len() / 2);
     let bytes = low.iter().zip(high).map(|(low, high)| low | high << 4);
     Ok(std::iter::once(e).chain(bytes).collect())

@@ -239,8 +239,8 @@ mod tests {
             (0.999, 3.090_232_3),
             (0.01, -2.326_347_8),
         ] {
-            let found = normal_quantile(share);
-            assert!((found - quantile).abs() < 2e-6 * quantile.abs().max(0.1), "{share}: {found}");
+            let actual = normal_quantile(share);
+            assert!((actual - quantile).abs() < 2e-6 * quantile.abs().max(0.1), "{share}: {actual}");
         }
     }
 

@@ -7,7 +7,7 @@
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]. T_communication are the
 //! bytes of [`SentBytes`], each part over the bandwidth of its ring ([`Hardware::ring_gbps`]), plus
-//! the latency of that ring for each call ([`Hardware::ring_latency`]). w = 0.8 of the computation
+//! the latency of that ring for each call (`Hardware::ring_latency`). w = 0.8 of the computation
 //! can hide communication: gathers run ahead by a block, and gradients are reduced while the next
 //! block's are computed. On a processor w = 0: the same threads copy and compute. Nothing hides the
 //! first gather and the last reduction: T_ends is all of T_communication, but at most a fiftieth of
@@ -322,9 +322,9 @@ mod tests {
         // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14
         // µs. 8.4 µs a call.
         let (in_host, over_hosts) = (8.4e-6 + 7.0 * 5.7e-6, 8.4e-6 + 28.0 * 5.7e-6 + 3.0 * 14e-6);
-        let take = |kind: ShardingStrategy, sent: SentBytes| {
-            let secs = communication(&sent, kind.mesh_shape(hosts.devices())?, &hosts);
-            let of_call = match kind {
+        let take = |strategy: ShardingStrategy, sent: SentBytes| {
+            let secs = communication(&sent, strategy.mesh_shape(hosts.devices())?, &hosts);
+            let of_call = match strategy {
                 ShardingStrategy::Ddp => 2.0 * over_hosts,
                 ShardingStrategy::Hsdp(_) => in_host,
                 _ => over_hosts,
