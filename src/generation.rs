@@ -351,18 +351,18 @@ impl<'a> Generator<'a> {
                 stopped = true;
                 return Ok(false);
             }
-            let (ready, found) = search.push(&text.push(id)?);
+            let (ready, at_stop) = search.push(&text.push(id)?);
             show(&ready, &mut whole)?;
-            stopped = found;
-            Ok(!found && !self.terminal.reader_gone())
+            stopped = at_stop;
+            Ok(!at_stop && !self.terminal.reader_gone())
         })?;
         let by_token = made.last().is_some_and(|last| self.ends.stop_tokens.contains(last));
         if !stopped || by_token {
-            let (mut ready, found) = search.push(&text.finish()?);
-            if !found {
+            let (mut ready, is_end) = search.push(&text.finish()?);
+            if !is_end {
                 ready.push_str(&search.finish());
             }
-            stopped |= found;
+            stopped |= is_end;
             show(&ready, &mut whole)?;
         }
         let finish_reason = match made.len() {

@@ -69,8 +69,71 @@ mod floors {
 pub use binary::run_binary;
 pub use finetune_core::error;
 use finetune_core::{clock, locks, private_file, program};
-pub use finetune_data::{sandbox::run_in_this_program, sandboxed::serve_if_asked};
-pub use finetune_engine::engine::{Evaluation, StepResult};
+/// Lets a program with [`serve_if_asked`] run hostile templates and files in child processes.
+///
+/// ```no_run
+/// // In `main`, after `serve_if_asked` has returned `None`.
+/// finetune::run_in_this_program();
+/// ```
+#[doc(inline)]
+pub use finetune_data::sandbox::run_in_this_program;
+/// Serves a child process of [`run_in_this_program`], as the first call in `main`.
+///
+/// ```no_run
+/// use std::process::ExitCode;
+///
+/// fn main() -> ExitCode {
+///     if let Some(code) = finetune::serve_if_asked() {
+///         return code;
+///     }
+///     finetune::run_in_this_program();
+///     ExitCode::SUCCESS
+/// }
+/// ```
+#[doc(inline)]
+pub use finetune_data::sandboxed::serve_if_asked;
+/// The result of [`Session::evaluate`].
+///
+/// ```no_run
+/// # fn main() -> finetune::error::Result<()> {
+/// # let session = finetune::Session::new("", ".".as_ref())?;
+/// if let Some(finetune::Evaluation { exact, rows, .. }) = session.evaluate()? {
+///     println!("{exact} of {rows} rows are predicted exactly");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use finetune_engine::engine::Evaluation;
+/// The result of a step of [`SessionSteps`].
+///
+/// ```no_run
+/// # fn main() -> finetune::error::Result<()> {
+/// # let mut session = finetune::Session::new("", ".".as_ref())?;
+/// for step in session.steps()? {
+///     let finetune::StepResult { loss, grad_norm, learning_rate, .. } = step?;
+///     println!("loss {loss:.4}, gradient norm {grad_norm:.3}, learning rate {learning_rate:.1e}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use finetune_engine::engine::StepResult;
+/// A number of the objective in a [`StepResult`].
+///
+/// ```no_run
+/// # fn main() -> finetune::error::Result<()> {
+/// # let mut session = finetune::Session::new("", ".".as_ref())?;
+/// for step in session.steps()? {
+///     let step = step?;
+///     for finetune::MetricSum { name, sum } in &step.metrics {
+///         println!("{name} {:.4}", sum / step.divisor);
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
 pub use finetune_engine::objectives::MetricSum;
 #[cfg(not(feature = "testing"))]
 use floors::*;

@@ -123,8 +123,8 @@ impl Session {
     /// ```no_run
     /// # fn main() -> finetune::error::Result<()> {
     /// # let session = finetune::Session::new("", ".".as_ref())?;
-    /// if let Some(found) = session.evaluate()? {
-    ///     println!("loss {:.4}, perplexity {:.2}", found.loss(), found.perplexity());
+    /// if let Some(evaluation) = session.evaluate()? {
+    ///     println!("loss {:.4}, perplexity {:.2}", evaluation.loss(), evaluation.perplexity());
     /// }
     /// # Ok(())
     /// # }
@@ -133,9 +133,9 @@ impl Session {
     /// # Errors
     /// The loss is not finite, or an operation of the device fails.
     pub fn evaluate(&self) -> Result<Option<Evaluation>> {
-        let Some((held_out, _)) = &self.plan.held_out else { return Ok(None) };
+        let Some(held_out) = &self.plan.held_out else { return Ok(None) };
         let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.data.longest_row();
-        let batches = data::batch::in_order(held_out.examples(), tokens);
+        let batches = data::batch::in_order(held_out.dataset.examples(), tokens);
         self.trainer.engine.evaluate(batches, |_| ()).map(Some)
     }
 
@@ -174,7 +174,7 @@ impl Session {
     /// # Errors
     /// `prompt` has no token, or the logits are not finite.
     pub fn generate(&self, prompt: &str, max_new_tokens: usize) -> Result<String> {
-        generate(&self.trainer.engine, &self.plan.rows, prompt, max_new_tokens)
+        generate(&self.trainer.engine, &self.plan.dataset_loader, prompt, max_new_tokens)
     }
 }
 
@@ -281,7 +281,7 @@ impl TrainedModel {
         })?;
         let terminal = Terminal::stderr(Verbosity::Quiet);
         let resolver = Resolver::new(false, &terminal)?;
-        let LoadedModel { base, adapter_setup, rows, comparison } =
+        let LoadedModel { base, adapter_setup, dataset_loader: rows, comparison } =
             LoadedModel::find(&recipe, adapter, Path::new(""), &resolver, (&terminal, false))?;
         let device = device::open(device::preferred()?)?;
         let options = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;

@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::shared::rank_count;
-use super::{CommonArgs, Gpus, RecipeArgs, SettingArgs};
+use super::{CommonArgs, DeviceArgs, RecipeArgs, SettingArgs};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
@@ -20,7 +19,9 @@ Examples:
 
 DEVICE of `--on` is a name of the table (a wrong name lists all), or a TOML file with one table
 [device]: name, memory_gb, bf16_tflops, f32_tflops, memory_gbps, link, link_gbps,
-host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
+host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.
+Sizes (_gb) are in 10^9 bytes, rates (_gbps) in 10^9 bytes a second. Optional: compute_capability,
+processor (true if runs compute on the processor).")]
 pub struct PlanArgs {
     /// Recipe of the run. Without data, all rows have `data.max_seq_len` tokens.
     #[command(flatten)]
@@ -28,12 +29,9 @@ pub struct PlanArgs {
     /// Hardware, with a rank per device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
     #[arg(long, value_name = "HARDWARE", allow_hyphen_values = true, conflicts_with_all = ["gpus", "ranks"])]
     pub on: Option<String>,
-    /// GPUs of this machine, such as 0,2 or 0-3 [default: the first GPU, else the CPU]
-    #[arg(long, value_name = "LIST")]
-    pub gpus: Option<Gpus>,
-    /// Number of ranks on the CPU of this machine
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = rank_count())]
-    pub ranks: Option<u16>,
+    /// Devices of this machine.
+    #[command(flatten)]
+    pub devices: DeviceArgs,
     /// Price: AMOUNT/h[*COUNT], or AMOUNT/GB-month[*GB] of storage; may be repeated
     #[arg(long, value_name = "PRICE", allow_hyphen_values = true)]
     pub price: Vec<String>,

@@ -26,8 +26,8 @@ pub(super) fn model_or_base(
     let Some(adapter) = adapter else {
         return Err(Error::user("no model is named").hint("add `--model MODEL`"));
     };
-    let found = resolver.adapter(&DataSource::from_argument("--adapter", adapter, folder)?)?.folder;
-    let base = named_in(&found).map_err(|error| {
+    let saved = resolver.adapter(&DataSource::from_argument("--adapter", adapter, folder)?)?.folder;
+    let base = named_in(&saved).map_err(|error| {
         error
             .during(format!("cannot find the model of adapter {adapter}"))
             .hint("add `--model MODEL`, the model that the adapter was trained on")

@@ -74,10 +74,10 @@ fn ops(args: &OpsArgs) -> Result<()> {
     let device = device::open(choice)?;
     let mut speeds = OpSpeeds::new(choice, &shapes, shapes.device_rates(&device)?)?;
     // Prints each line at once, because the largest shapes take minutes on a CPU.
-    let say = |text: String| if args.json { Ok(()) } else { print(&text) };
-    say(speeds.head())?;
+    let show = |text: String| if args.json { Ok(()) } else { print(&text) };
+    show(speeds.head())?;
     for timing in shapes.timings(&device, algorithms, wanted) {
-        say(speeds.add(timing?))?;
+        show(speeds.add(timing?))?;
     }
     if args.json { print_json(&speeds) } else { Ok(()) }
 }

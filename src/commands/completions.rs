@@ -33,8 +33,8 @@ fn command_of(verb: Option<&str>) -> Result<Command> {
     all.build();
     let Some(verb) = verb else { return Ok(all) };
     let known = all.get_subcommands().map(|found| found.get_name().to_owned()).collect::<Vec<_>>();
-    let found = all.find_subcommand(verb).cloned();
-    found.ok_or_else(|| {
+    let command = all.find_subcommand(verb).cloned();
+    command.ok_or_else(|| {
         Error::user("cannot print a manual page")
             .because(format!("the verb is `{verb}`; accepted: {}", known.join(", ")))
             .hint("name one of these verbs, or none for finetune as a whole")

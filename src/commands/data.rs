@@ -38,18 +38,18 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut tokenizer = Tokenizer::load(&folder)?;
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
-    let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
-    rows.warnings().iter().for_each(|text| terminal.warn(text));
-    let ((train, _), held_out) = rows.load_run(&recipe.data, recipe.train.seed, &resolver)?;
-    let held_out = held_out.map(|(held_out, _)| held_out);
+    let loader = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
+    loader.warnings().iter().for_each(|text| terminal.warn(text));
+    let (train, held_out) = loader.load_run(&recipe.data, recipe.train.seed, &resolver)?;
+    let (train, held_out) = (train.dataset, held_out.map(|held_out| held_out.dataset));
     decide_rows(&mut recipe, 1, None)?;
     decide_accumulation(&mut recipe, Some(&train), 1)?;
     let view = DataView {
-        tokenizer: &rows.tokenizer,
+        tokenizer: &loader.tokenizer,
         train: &train,
         held_out: held_out.as_ref(),
         rows: args.rows,
-        figures: ExampleFigures::of(&train, &rows.tokenizer),
+        figures: ExampleFigures::of(&train, &loader.tokenizer),
         batches: batches(&train, &recipe)?,
         held_out_report: held_out.as_ref().map(|held_out| held_out_report(held_out, &train)),
     };

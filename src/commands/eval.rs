@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{model_or_base, open_device, terminal, warn_without_kernels, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
@@ -17,12 +17,12 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let adapter = args.source.adapter.as_deref();
     let model = model_or_base(args.source.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let recipe = Recipe::load(&args.rows.layers(&model, &args.dataset, &folder)?)?;
-    let LoadedModel { base, adapter_setup, rows, comparison } =
+    let LoadedModel { base, adapter_setup, dataset_loader, comparison } =
         LoadedModel::find(&recipe, adapter, &folder, &resolver, (&terminal, args.source.force_base))?;
-    let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &resolver)?;
+    let dataset = dataset_loader.load(&recipe.data.train, Split::Eval, &resolver)?.dataset;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
-    say_without_kernels(&terminal, &options, &base.config);
+    warn_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
     let tokens = recipe.train.micro_batch_rows() * recipe.data.longest_row();

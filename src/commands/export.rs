@@ -36,22 +36,22 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     if let Some(adapter) = adapter {
         // Only config.json of the base is required. A sample of its weights is compared if they are
         // present.
-        let found = resolver.model_headers(&source, &args.revision)?;
-        let config = config_of(&found)?;
+        let headers = resolver.model_headers(&source, &args.revision)?;
+        let config = config_of(&headers)?;
         let adapter = resolver.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
-        BaseCheck::of_headers(&adapter.folder, &found, &config, *force_base)?.say(&terminal);
+        BaseCheck::of_headers(&adapter.folder, &headers, &config, *force_base)?.print(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = removing_on_signals(&args.output, &terminal, || {
             gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)
         })?;
-        say(&terminal, &exported, &args.output);
+        print_summary(&terminal, &exported, &args.output);
         return Ok(());
     }
-    let found = resolver.model(&source, &args.revision)?;
-    let mut config = config_of(&found)?;
-    let mut files = ModelFiles::open(&found.folder)?;
+    let resolved = resolver.model(&source, &args.revision)?;
+    let mut config = config_of(&resolved)?;
+    let mut files = ModelFiles::open(&resolved.folder)?;
     model::settle(&mut config, &mut files)?;
-    files.notes().for_each(|note| terminal.warn(note));
+    files.warnings().for_each(|note| terminal.warn(note));
     match args.format {
         ExportFormat::Hf => {
             let bytes = removing_on_signals(&args.output, &terminal, || {
@@ -63,9 +63,9 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         ExportFormat::Gguf => {
             let kind = args.r#type.unwrap_or_else(|| gguf::stored_type(&files));
             let exported = removing_on_signals(&args.output, &terminal, || {
-                gguf::write_model(&config, &files, &name_of(&found), kind, &args.output)
+                gguf::write_model(&config, &files, &name_of(&resolved), kind, &args.output)
             })?;
-            say(&terminal, &exported, &args.output);
+            print_summary(&terminal, &exported, &args.output);
         }
     }
     Ok(())
@@ -84,10 +84,10 @@ fn export_merged(
         // Refuses an existing output before the work, not after it.
         drop(AtomicDir::create(&args.output)?);
     }
-    let mut place = folder.join(&args.output).components().collect::<PathBuf>().into_os_string();
-    place.push(".merged");
+    let mut merged_folder = folder.join(&args.output).components().collect::<PathBuf>().into_os_string();
+    merged_folder.push(".merged");
     removing_on_signals(&args.output, terminal, || {
-        let temporary = AtomicDir::create(Path::new(&place))?;
+        let temporary = AtomicDir::create(Path::new(&merged_folder))?;
         let merged = temporary.path().join(name);
         terminal.line(format!("merging adapter {adapter} in {}", temporary.path().display()));
         merge::run(&MergeArgs {
@@ -136,7 +136,7 @@ fn name_of(found: &ResolvedSource) -> String {
     name.rsplit('/').next().unwrap_or(&name).to_owned()
 }
 
-fn say(terminal: &Terminal, exported: &Exported, output: &Path) {
+fn print_summary(terminal: &Terminal, exported: &Exported, output: &Path) {
     let of_type = |(kind, count): (&String, &usize)| format!("{} {kind}", units::exact(*count, "tensor"));
     let types: Vec<String> = exported.types.iter().map(of_type).collect();
     let size = units::bytes(exported.bytes);

@@ -1,6 +1,6 @@
 //! `finetune generate`: continues a prompt, chats, or answers a file of prompts.
 
-use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{model_or_base, open_device, terminal, warn_without_kernels, working_folder};
 use crate::cli::{GenerateArgs, RowArgs};
 use crate::data::PromptEncoder;
 use crate::error::Result;
@@ -25,11 +25,11 @@ fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
     let model = model_or_base(args.source.model.as_deref(), adapter, &folder, &resolver, terminal)?;
     let reading = RowArgs { recipe: args.recipe.clone(), ..RowArgs::default() };
     let recipe = Recipe::load(&reading.layers(&model, &[], &folder)?)?;
-    let LoadedModel { base, adapter_setup, rows, comparison } =
+    let LoadedModel { base, adapter_setup, dataset_loader, comparison } =
         LoadedModel::find(&recipe, adapter, &folder, &resolver, (terminal, args.source.force_base))?;
     let encoder = PromptEncoder {
-        tokenizer: &rows.tokenizer,
-        template: rows.template.as_ref(),
+        tokenizer: &dataset_loader.tokenizer,
+        template: dataset_loader.template.as_ref(),
         vocab_size: base.config.vocab_size,
     };
     let prompts = PromptSource::of(args, &encoder, terminal)?;
@@ -37,7 +37,7 @@ fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
     let output =
         args.output.as_ref().map(|path| ANSWERS.create(path, prompts.written_bytes(args))).transpose()?;
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
-    say_without_kernels(terminal, &options, &base.config);
+    warn_without_kernels(terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     comparison.map_or(Ok(()), |comparison| comparison.finish(terminal))?;
     Generator::new(engine, encoder, ends, (args, terminal)).run(prompts, output)

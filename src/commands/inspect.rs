@@ -33,8 +33,8 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
         return terminal.data(of_model(&ModelFiles::open(path)?)?);
     }
     let resolver = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
-    let (found, weights) = resolver.model_and_weights(&source, "main")?;
-    terminal.data(of_model(&weights.open(&found.folder)?)?)
+    let (resolved, weights) = resolver.model_and_weights(&source, "main")?;
+    terminal.data(of_model(&weights.open(&resolved.folder)?)?)
 }
 
 fn of_model(files: &ModelFiles) -> Result<String> {

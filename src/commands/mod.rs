@@ -104,7 +104,7 @@ fn open_device() -> Result<Device> {
 }
 
 /// Warns about operations that are slow because the device has no kernel or product for them.
-fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
+fn warn_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
     let texts = [options.without_kernels(config), options.software_fp8()];
     texts.iter().flatten().for_each(|text| terminal.warn(text));
 }
@@ -118,6 +118,6 @@ fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
 
 /// Returns whether a training command uses the built-in recipe `name`.
 fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
-    let found = args.recipe.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
-    matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))
+    let recipe_text = args.recipe.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
+    matches!(recipe_text, Some(Ok(recipe)) if recipe.is_built_in(name))
 }

@@ -32,9 +32,9 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     hardware.as_ref().and_then(Hardware::unusual).into_iter().for_each(|text| terminal.warn(text));
     let prices = prices(args)?;
     let resolver = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
-    let found = SizedModel::find(&mut recipe, &resolver, &terminal)?;
-    let gpus = args.gpus.as_ref().map(|gpus| gpus.0.as_slice());
-    let ranks = args.ranks.map(usize::from);
+    let model = SizedModel::find(&mut recipe, &resolver, &terminal)?;
+    let gpus = args.devices.gpus.as_ref().map(|gpus| gpus.0.as_slice());
+    let ranks = args.devices.ranks.map(usize::from);
     let engine = engine_on(hardware.as_ref(), gpus, ranks, &recipe)?;
     let calibration =
         args.calibration.as_ref().map(|file| measured_for(&folder.join(file), &engine)).transpose()?;
@@ -43,22 +43,22 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let measured = calibration.map(|calibration| calibration.rates);
     let timed = timed_on(hardware.as_ref(), measured, &engine, world.all);
     decide_rows(&mut recipe, world.all, None)?;
-    decide_accumulation(&mut recipe, found.train.as_ref(), world.all)?;
-    let sampler = found.train.as_ref().map(|data| Sampler::new(data, sampler_options(&recipe, world.all)));
+    decide_accumulation(&mut recipe, model.train.as_ref(), world.all)?;
+    let sampler = model.train.as_ref().map(|data| Sampler::new(data, sampler_options(&recipe, world.all)));
     let sampler = sampler.transpose()?;
     let steps = sampler.as_ref().map_or(recipe.train.max_steps, |sampler| Some(sampler.total_steps()));
     let inputs = StepInputs {
-        base: &found.base,
-        adapter_setup: found.adapter_setup.as_ref(),
-        rows: found.train.as_ref().map_or(Rows::Full, Rows::Of),
-        new_tokens: &found.new_tokens,
+        base: &model.base,
+        adapter_setup: model.adapter_setup.as_ref(),
+        row_lengths: model.train.as_ref().map_or(Rows::Full, Rows::Of),
+        new_tokens: &model.new_tokens,
         engine: &engine,
-        room: room_of(hardware.as_ref()),
+        budget: room_of(hardware.as_ref()),
         params: &ParamCache::default(),
     };
     let typed = recipe.clone();
     inputs.split_rows(&mut recipe, world)?;
-    let held_out = found.held_out.iter().flat_map(Dataset::examples);
+    let held_out = model.held_out.iter().flat_map(Dataset::examples);
     let request = SizingRequest {
         typed: &typed,
         recipe: &recipe,

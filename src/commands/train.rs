@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
+use super::{terminal, train_recipe_is, warn_without_kernels, working_folder};
 use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::comparison::sweep;
@@ -55,23 +55,23 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     recipe.written.overruled().iter().for_each(|text| terminal.line(text));
     let ranks = RankSetup::open(launch, args)?;
     let first = ranks.launch.rank == 0;
-    let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
-    let mut plan = plan_of(recipe, args, &ranks, found.as_ref(), &terminal)?;
-    let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
+    let output = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
+    let mut plan = plan_of(recipe, args, &ranks, output.as_ref(), &terminal)?;
+    let resumed = output.as_ref().and_then(|output| output.resumed.as_ref());
     let base_check = plan.check_base(resumed, args.force_base)?;
-    base_check.iter().for_each(|check| check.say(&terminal));
-    say(&plan, &terminal);
+    base_check.iter().for_each(|check| check.print(&terminal));
+    print_plan(&plan, &terminal);
     check_learns(&plan, first, &terminal)?;
     let fits = plan.check_memory(ranks.launch.ranks_here, ranks.launch.local_world_size);
-    let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
+    let Some(mut output) = output else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // Only the first process answers: it holds the folder, which other hosts may not see.
-    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, args.output())?)]);
+    let has_ended = || Ok(vec![u8::from(output.has_ended(&plan, args.output())?)]);
     if args.resume.is_some() && ranks.agree("whether the run has ended", has_ended)? == [1] {
-        say_ended(&plan, args, found.resumed.is_some(), &terminal);
+        report_ended(&plan, args, output.resumed.is_some(), &terminal);
         return Ok(None);
     }
     fits?;
-    let resumed = found.resumed.take();
+    let resumed = output.resumed.take();
     let resume = |saved| plan.resume(saved, &args.allow_change);
     let changes = resumed.as_ref().map_or(Ok(Vec::new()), resume)?;
     changes.iter().for_each(|change| terminal.line(format!("resuming with a change: {change}")));
@@ -98,7 +98,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
         // Only now: until all processes have joined, a signal ends this one, which has nothing to
         // save.
         signals::watch(&stop)?;
-        if first { run.claim(found) } else { Ok(()) }
+        if first { run.claim(output) } else { Ok(()) }
     };
     let Err(error) = ranks.run(&plan, claim, |world, device| run.rank(world, device)) else {
         return Ok(None);
@@ -109,7 +109,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
 }
 
 /// Prints that the run of `plan` is complete and how to train longer.
-fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
+fn report_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
     let output = args.output().display();
     terminal.line(format!(
         "nothing is left to do: the run in {output} has done its {} and saved its result",
@@ -133,13 +133,13 @@ fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()
 }
 
 /// Prints the plan and its warnings before the first step.
-fn say(plan: &Plan, terminal: &Terminal) {
+fn print_plan(plan: &Plan, terminal: &Terminal) {
     let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
     terminal.line(format!("model {}{commit}", plan.base.found.id));
-    terminal.line(format!("data: {}", plan.train.0.report()));
+    terminal.line(format!("data: {}", plan.train.dataset.report()));
     plan.held_out_report().iter().for_each(|report| terminal.line(format!("held out: {report}")));
-    plan.rows.warnings().iter().for_each(|text| terminal.warn(text));
-    say_without_kernels(terminal, &plan.engine, &plan.base.config);
+    plan.dataset_loader.warnings().iter().for_each(|text| terminal.warn(text));
+    warn_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
     plan.warnings().iter().for_each(|text| terminal.warn(text));
 }

@@ -86,9 +86,9 @@ impl ComparisonTable {
         let deciding = if is_drawn { &HELD_OUT[..] } else { &HELD_OUT[..2] };
         let differs =
             |key: &&&str| evaluated.iter().any(|run| run.recipe.get(**key) != first.recipe.get(**key));
-        let found: Vec<&str> = deciding.iter().filter(differs).copied().collect();
-        if !found.is_empty() {
-            let keys = found.join(", ");
+        let differing: Vec<&str> = deciding.iter().filter(differs).copied().collect();
+        if !differing.is_empty() {
+            let keys = differing.join(", ");
             return Some(format!("the held-out losses are not of the same rows: the runs differ in {keys}"));
         }
         let tokens = |run: &ComparedRun| run.last().map(|report| report.eval_tokens);
@@ -111,8 +111,10 @@ impl ComparisonTable {
     /// that decides; none if no run is complete.
     pub(crate) fn verdict(&self) -> Vec<String> {
         let complete = || self.runs.iter().filter(|run| run.is_complete);
-        let kept = complete().filter_map(|run| Some((run, run.kept()?)));
-        if let Some((run, kept)) = kept.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss)) {
+        let evaluated = complete().filter_map(|run| Some((run, run.kept()?)));
+        if let Some((run, kept)) =
+            evaluated.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss))
+        {
             let (step, loss) = (kept.step, kept.eval_loss);
             let line = format!("best by held-out loss: {} ({loss:.4} at step {step})", run.folder.display());
             let lost = complete().filter_map(|run| Some((run, run.best()?)));
@@ -265,7 +267,7 @@ fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
     // A run without a recipe yet is not compared.
     let runs: Vec<&ComparedRun> = runs.iter().filter(|run| !run.recipe.is_empty()).collect();
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.recipe.keys()).collect();
-    let mut found: Vec<String> = Vec::new();
+    let mut differing: Vec<String> = Vec::new();
     for key in keys {
         let section = key.split_once('.').map_or(key.as_str(), |(section, _)| section);
         let is_harmless = HARMLESS.contains(&section) && key != OUTPUT_DTYPE;
@@ -275,15 +277,15 @@ fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
         let (having, lacking): (Vec<&ComparedRun>, Vec<_>) =
             runs.iter().copied().partition(|run| run.has_section(section));
         let table = format!("[{section}]");
-        if !lacking.is_empty() && !found.contains(&table) {
-            found.push(table);
+        if !lacking.is_empty() && !differing.contains(&table) {
+            differing.push(table);
         }
         let values: BTreeSet<Option<&String>> = having.iter().map(|run| run.recipe.get(key)).collect();
         if values.len() > 1 {
-            found.push(key.clone());
+            differing.push(key.clone());
         }
     }
-    found
+    differing
 }
 
 /// Returns the value of `key` in the recipe of `run` as TOML. For `[section]` it returns whether

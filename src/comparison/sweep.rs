@@ -195,19 +195,19 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
 /// Returns the arguments of all runs: those of this process without `--sweep`, `--output` and
 /// `--resume`.
 fn common_words(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
-    let mut kept = Vec::new();
+    let mut common = Vec::new();
     let mut words = words.peekable();
     while let Some(word) = words.next() {
         let text = word.to_string_lossy();
         let flag = text.split_once('=').map_or(&*text, |(flag, _)| flag);
         if !["--sweep", "--output", "--resume"].contains(&flag) {
-            kept.push(word);
+            common.push(word);
         } else if flag == &*text && flag != "--resume" {
             // The value is the next word.
             words.next();
         }
     }
-    kept
+    common
 }
 
 /// Prints the table of the runs that have begun, and the best of them.

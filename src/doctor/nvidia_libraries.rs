@@ -53,14 +53,14 @@ impl GpuLibraries {
     }
 
     fn of(libraries: Vec<Library>) -> Self {
-        let (mut found, mut missing) = (Vec::new(), Vec::new());
+        let (mut loaded, mut missing) = (Vec::new(), Vec::new());
         for library in libraries {
             match library.found {
-                Some(place) => found.push(place),
+                Some(place) => loaded.push(place),
                 None => missing.push(library.name),
             }
         }
-        GpuLibraries { found, missing }
+        GpuLibraries { found: loaded, missing }
     }
 
     /// Formats the found and the missing libraries in one line.
@@ -74,13 +74,13 @@ impl GpuLibraries {
 /// Looks for a library with the loader.
 pub(super) fn look_for(name: String) -> Library {
     // SAFETY: NVIDIA's libraries only read the environment as they are loaded.
-    let found = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
-        let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
+    let path_of_library = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
+        let path = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
         // A driver's library must not be unloaded after it has started.
         std::mem::forget(library);
-        place.display().to_string()
+        path.display().to_string()
     });
-    Library { name, found }
+    Library { name, found: path_of_library }
 }
 
 /// Returns the file of a library that this process has loaded.
@@ -124,11 +124,11 @@ mod tests {
 
     #[test]
     fn what_is_found_and_what_is_missing() {
-        let there = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
+        let present = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
         let away = look_for("libnothing-of-this-name.so.7".to_owned());
         assert!(away.found.is_none());
         assert_eq!(
-            GpuLibraries::of(vec![there, away]).text(),
+            GpuLibraries::of(vec![present, away]).text(),
             "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7"
         );
         // Every machine that runs this test has the C library.

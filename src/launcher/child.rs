@@ -27,14 +27,14 @@ const STOPPED: Duration = Duration::from_secs(15);
 /// for the cause.
 pub(crate) const HEARD: u8 = 76;
 
-/// Variable by which a parent tells the process of a rank that it reads [`HEARD`].
+/// Variable by which a parent informs the process of a rank that it reads [`HEARD`].
 pub(crate) const OF_RANK: &str = "FINETUNE_RANK_PROCESS";
 
 /// Set if the ranks of this process ended because another process failed.
 static HAS_HEARD: AtomicBool = AtomicBool::new(false);
 
 /// Records that the ranks of this process ended because another process failed.
-pub(crate) fn note_heard() {
+pub(crate) fn record_failure_elsewhere() {
     HAS_HEARD.store(true, Ordering::SeqCst);
 }
 
@@ -209,8 +209,8 @@ pub(crate) fn category(status: ExitStatus) -> ErrorCategory {
         ErrorCategory::SavedAndStopped,
         ErrorCategory::Stopped,
     ];
-    let found = all.into_iter().find(|category| i32::from(category.exit_code()) == code);
-    found.unwrap_or(ErrorCategory::Internal)
+    let category = all.into_iter().find(|category| i32::from(category.exit_code()) == code);
+    category.unwrap_or(ErrorCategory::Internal)
 }
 
 #[cfg(test)]

@@ -79,22 +79,22 @@ mod tests {
     #[test]
     fn those_that_are_left_close_the_ranks() {
         assert_eq!(among(&peers(&[0, 2, 4, 6]), 1, &launch(2)), None);
-        let place = among(&peers(&[0, 4, 6]), 2, &launch(6)).unwrap();
-        assert_eq!((place.world_size, place.rank), (6, 4));
+        let joined = among(&peers(&[0, 4, 6]), 2, &launch(6)).unwrap();
+        assert_eq!((joined.world_size, joined.rank), (6, 4));
     }
 
     #[test]
     fn a_new_place_replaces_the_one_that_was_typed() {
-        let place = among(&peers(&[0, 4, 6]), 1, &launch(4)).unwrap();
+        let moved = among(&peers(&[0, 4, 6]), 1, &launch(4)).unwrap();
         let words = "--gpus 0-1 --rank 4 --world-size=8 --master-addr node-0 --master-port 29500 --resume";
-        let words = place.in_words(&words.split(' ').map(OsString::from).collect::<Vec<_>>());
+        let words = moved.in_words(&words.split(' ').map(OsString::from).collect::<Vec<_>>());
         let words: Vec<String> = words.into_iter().map(|word| word.into_string().unwrap()).collect();
         assert_eq!(
             words.join(" "),
             "--gpus 0-1 --resume --world-size 6 --rank 2 --master-addr node-0 --master-port 29500"
         );
         assert_eq!(
-            place.environment(),
+            moved.environment(),
             [
                 ("LOCAL_RANK", "0"),
                 ("LOCAL_WORLD_SIZE", "2"),

@@ -45,11 +45,11 @@ impl ProcessPlace {
 
     /// Returns a command line with this position instead of the one in `words`.
     pub(crate) fn in_words(&self, words: &[OsString]) -> Vec<OsString> {
-        let mut kept = without(words, &FLAGS);
+        let mut arguments = without(words, &FLAGS);
         let Master { address, port, .. } = &self.master;
         let values = [self.world_size.to_string(), self.rank.to_string(), address.clone(), port.to_string()];
-        kept.extend(FLAGS.into_iter().zip(values).flat_map(|(flag, value)| [flag.into(), value.into()]));
-        kept
+        arguments.extend(FLAGS.into_iter().zip(values).flat_map(|(flag, value)| [flag.into(), value.into()]));
+        arguments
     }
 
     /// Returns the variables that a launcher would set on this host.
@@ -63,18 +63,18 @@ impl ProcessPlace {
 
 /// Returns `words` without `flags` and their values.
 pub(super) fn without(words: &[OsString], flags: &[&str]) -> Vec<OsString> {
-    let mut kept = Vec::new();
+    let mut remaining = Vec::new();
     let mut words = words.iter();
     while let Some(word) = words.next() {
         let text = word.to_string_lossy();
         let flag = text.split_once('=').map_or(&*text, |(flag, _)| flag);
         if !flags.contains(&flag) {
-            kept.push(word.clone());
+            remaining.push(word.clone());
         } else if !text.contains('=') {
             words.next();
         }
     }
-    kept
+    remaining
 }
 
 #[cfg(test)]
@@ -87,8 +87,8 @@ mod tests {
     /// Detects the launch of a process with these flags and variables.
     fn launch(flags: &Flags, variables: &[(&'static str, String)]) -> Launch {
         let find = |name: &str| {
-            let found = variables.iter().find(|(other, _)| *other == name);
-            found.map(|(_, value)| OsString::from(value))
+            let variable = variables.iter().find(|(other, _)| *other == name);
+            variable.map(|(_, value)| OsString::from(value))
         };
         Launch::detect(flags, &find).expect("a launch")
     }

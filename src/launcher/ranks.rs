@@ -253,8 +253,8 @@ impl RankSetup {
                 self.on_gpus(library, id, &abort_flag, &rank).map_err(|failed| failed.error)
             }),
             (Some(_), library) => {
-                let place = Watched { watch: &watch, board: &board, terms };
-                self.among_processes(library.as_ref(), &place, begin, &rank)
+                let watched = Watched { watch: &watch, board: &board, terms };
+                self.among_processes(library.as_ref(), &watched, begin, &rank)
             }
         };
         match watch.stop() {
@@ -288,7 +288,7 @@ impl RankSetup {
         let mut options = rendezvous_options(&self.launch)?;
         options.silence_limit = watched.terms.timeout.unwrap_or(options.silence_limit);
         let session = Session::join(request, &options)?;
-        note_failures_elsewhere(&self.launch, &session);
+        watch_failures_elsewhere(&self.launch, &session);
         let board = Arc::clone(watched.board);
         session.report_status(move || board.lines().join("; "));
         let messenger = session.messenger();
@@ -301,7 +301,7 @@ impl RankSetup {
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
                 let abort_flag = AbortFlag::ending_by(end_process);
                 let messenger = session.messenger();
-                abort_flag.tell_peers_by(move |rank, why| messenger.fail(rank, why));
+                abort_flag.notify_peers_by(move |rank, why| messenger.fail(rank, why));
                 // Weak, because the flag holds the session's connections, which hold this.
                 let stop = Arc::downgrade(&abort_flag);
                 session.on_failure(move |failure| {
@@ -367,16 +367,16 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 pub(crate) fn end_process(error: &Error) {
     restore_screen();
     // The rank may hang in a write to stderr and hold its lock.
-    let (said, last) = std::sync::mpsc::channel::<()>();
+    let (done, last) = std::sync::mpsc::channel::<()>();
     let words = error.clone();
-    let say = move || {
+    let print = move || {
         Terminal::stderr(Verbosity::Normal).last_words(&words);
         raise_hang(&words);
         // Dropping this closes the channel.
-        let _said = said;
+        let _done = done;
     };
-    if threads::start("last words", say).is_ok() {
-        let _said = last.recv_timeout(LAST_WORDS);
+    if threads::start("last words", print).is_ok() {
+        let _done = last.recv_timeout(LAST_WORDS);
     }
     // SAFETY: ends the process at once; what it has saved is on the disk under its name or under
     // none.
@@ -422,7 +422,7 @@ fn least(launch: &Launch, options: &RendezvousOptions, free: Option<u64>) -> Res
     let mut request = join_request(launch, BTreeMap::new());
     request.peer.free_bytes = free;
     let session = Session::join(request, options)?;
-    note_failures_elsewhere(launch, &session);
+    watch_failures_elsewhere(launch, &session);
     let least = session.peers().iter().map(|peer| peer.free_bytes).min().flatten();
     session.leave()?;
     Ok(least)
@@ -437,18 +437,18 @@ fn agree(
     make: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {
     let session = Session::join(join_request(launch, BTreeMap::new()), options)?;
-    note_failures_elsewhere(launch, &session);
+    watch_failures_elsewhere(launch, &session);
     let made = session.broadcast(what, make)?;
     session.leave()?;
     Ok(made)
 }
 
 /// Makes the exit code of this process say so if it ends because another process has failed first.
-fn note_failures_elsewhere(launch: &Launch, session: &Session) {
+fn watch_failures_elsewhere(launch: &Launch, session: &Session) {
     let own = launch.rank..launch.rank + launch.ranks_here;
     session.on_failure(move |failure| {
         if !own.contains(&failure.rank) {
-            child::note_heard();
+            child::record_failure_elsewhere();
         }
     });
 }
@@ -505,7 +505,7 @@ pub(crate) fn run_on_gpus<T: Send>(
 fn plan_digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
     let mut digests = BTreeMap::from([
         ("plan".to_owned(), hash(&plan.run_text())),
-        ("data".to_owned(), plan.train.0.digest().to_hex().to_string()),
+        ("data".to_owned(), plan.train.dataset.digest().to_hex().to_string()),
     ]);
     // In a resumed full run the base is the weights of the checkpoint.
     if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {

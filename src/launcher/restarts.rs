@@ -118,7 +118,7 @@ enum ResumeWith {
 /// Returns the command line of a child, which is without `--max-restarts`.
 fn child_words(words: &[OsString], resume: Option<ResumeWith>) -> Vec<OsString> {
     let starts_with = |word: &OsStr, text: &str| word.as_encoded_bytes().starts_with(text.as_bytes());
-    let mut kept = Vec::new();
+    let mut remaining = Vec::new();
     let mut named = false;
     let mut words = words.iter().peekable();
     while let Some(word) = words.next() {
@@ -132,13 +132,13 @@ fn child_words(words: &[OsString], resume: Option<ResumeWith>) -> Vec<OsString> 
         {
         } else {
             named |= word == "--resume" || starts_with(word, "--resume=");
-            kept.push(word.clone());
+            remaining.push(word.clone());
         }
     }
     if resume.is_some() && !named {
-        kept.push("--resume".into());
+        remaining.push("--resume".into());
     }
-    kept
+    remaining
 }
 
 /// Returns whether a restart may succeed: the run was killed, a peer, the network or a device

@@ -35,7 +35,7 @@ pub(crate) fn measure(summary: &RunSummary, device: &Device, spare: u64) -> Opti
 
 /// Prints the time analysis of a run. Without a trace it prints only clear bottlenecks. Without
 /// `rates` it skips the rules that need them.
-pub(crate) fn say(
+pub(crate) fn print_analysis(
     plan: &Plan,
     summary: &RunSummary,
     rates: Option<CopyAndProductRates>,
@@ -59,11 +59,11 @@ pub(crate) fn say(
         );
     }
     facts.rates = rates;
-    let found = bottlenecks::find(&facts);
-    if found.is_empty() {
+    let warnings = bottlenecks::find(&facts);
+    if warnings.is_empty() {
         terminal.line("no bottleneck: no rule of docs/profiling.md applies");
     }
-    found.into_iter().for_each(|found| terminal.warn(found.text));
+    warnings.into_iter().for_each(|warning| terminal.warn(warning.text));
 }
 
 /// Returns whether the available memory surely holds the activations of all blocks; none if the run
@@ -75,7 +75,7 @@ fn fits_without_recompute(plan: &Plan) -> Option<bool> {
     let device = &plan.engine.device;
     let memory = if device.is_cpu() {
         // Assumes that all ranks of the plan are on this host.
-        host_memory().map(|host| host.limit.min(host.available) / plan.ranks.max(1) as u64)
+        host_memory().map(|host| host.limit.min(host.available) / plan.world_size.max(1) as u64)
     } else {
         free_bytes(device)
     };

@@ -5,38 +5,39 @@ use std::path::Path;
 use super::output_folder::last_name;
 use crate::engine::RunSummary;
 use crate::loading::ResolvedSource;
+use crate::loading::dataset::LoadedDataset;
 use crate::planning::Plan;
 use crate::recipe::{DataSource, quoted_for_shell};
 use crate::report::card::{Artifact, Card, CardBase, CardData};
 
 /// Returns the model card of the run of `plan`.
 pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
-    let sets = |found: &[ResolvedSource], rows: usize| -> Vec<CardData> {
+    let sets = |loaded: &LoadedDataset| -> Vec<CardData> {
         let data = |found: &ResolvedSource| CardData {
             name: if found.on_hub { found.id.clone() } else { last_name(Path::new(&found.id), &found.id) },
             on_hub: found.on_hub,
-            rows: rows as u64,
+            rows: loaded.dataset.report().rows as u64,
         };
-        found.iter().map(data).collect()
+        loaded.sources.iter().map(data).collect()
     };
-    let found = &plan.base.found;
+    let base = &plan.base.found;
     Card {
         title,
         artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },
-        base: match (&plan.base.files, found.on_hub) {
+        base: match (&plan.base.files, base.on_hub) {
             (None, _) => CardBase::Scratch,
-            _ if is_builtin(plan) => CardBase::Builtin { id: found.id.clone() },
-            (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
+            _ if is_builtin(plan) => CardBase::Builtin { id: base.id.clone() },
+            (_, true) => CardBase::Hub { id: base.id.clone(), commit: base.commit.clone() },
             (_, false) => CardBase::Folder {
-                name: last_name(Path::new(&found.id), &found.id),
-                word: quoted_for_shell(&found.id),
-                path: found.id.clone(),
+                name: last_name(Path::new(&base.id), &base.id),
+                word: quoted_for_shell(&base.id),
+                path: base.id.clone(),
             },
         },
         tag: plan.method().tag().into(),
         method: plan.method().to_string(),
-        train_data: sets(&plan.train.1, plan.train.0.report().rows),
-        eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
+        train_data: sets(&plan.train),
+        eval_data: plan.held_out.as_ref().map(sets).unwrap_or_default(),
         recipe: plan.portable_recipe().to_toml(),
         steps: summary.steps,
         tokens: summary.tokens,
@@ -52,8 +53,8 @@ pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
 /// Returns whether a chat template rendered the rows, so that prompts need the template too.
 pub(crate) fn is_chat(plan: &Plan) -> bool {
     const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference_chosen: ", "alpaca: ", "instruction: "];
-    let why = &plan.train.0.report().why;
-    plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
+    let why = &plan.train.dataset.report().why;
+    plan.dataset_loader.template.is_some() && CHATS.iter().any(|format| why.contains(format))
 }
 
 /// Returns whether the base model is built into the binary.

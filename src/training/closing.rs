@@ -33,7 +33,7 @@ impl TrainRun<'_> {
         }
         let in_this_process =
             devices.ranks.map_or(1, usize::from).max(devices.gpus.as_ref().map_or(1, |gpus| gpus.0.len()));
-        let how = if self.plan.ranks > in_this_process {
+        let how = if self.plan.world_size > in_this_process {
             "the same command and `--resume`".to_owned()
         } else {
             format!("`{command}`")
@@ -67,22 +67,22 @@ impl TrainRun<'_> {
 
 /// Returns the sentence on the best and the last weights of a run that keeps the best.
 fn best_and_last(summary: &RunSummary) -> Option<String> {
-    let (kept, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
+    let (after, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
     if let Some(lost) = &summary.lost_best {
         return Some(format!(
             "last: step {}, held-out loss {:.4}: these weights are saved; the best, of step {}, {:.4}, are lost",
             last.step, last.eval_loss, lost.step, lost.eval_loss
         ));
     }
-    if kept.step == last.step {
+    if after.step == last.step {
         return Some(format!(
             "best: step {}, the last, held-out loss {:.4}: these weights are saved",
-            kept.step, kept.eval_loss
+            after.step, after.eval_loss
         ));
     }
     Some(format!(
         "best: step {}, held-out loss {:.4}: these weights are saved; last: step {}, {:.4}, in checkpoint-{}",
-        kept.step, kept.eval_loss, last.step, last.eval_loss, last.step
+        after.step, after.eval_loss, last.step, last.eval_loss, last.step
     ))
 }
 
@@ -164,8 +164,8 @@ fn free_name(place: &Path, end: &str) -> String {
 
 /// Returns the beginning of the first row, quoted for a shell: its question, if it has one.
 fn prompt(plan: &Plan) -> String {
-    let first = plan.train.0.examples().first();
-    let text = first.and_then(|example| asked(example, &plan.rows.tokenizer));
+    let first = plan.train.dataset.examples().first();
+    let text = first.and_then(|example| asked(example, &plan.dataset_loader.tokenizer));
     let text = text.filter(|text| !text.trim().is_empty());
     text.map_or_else(|| "'Once upon a time'".to_owned(), |text| quoted_on_one_line(&cut(&text)))
 }

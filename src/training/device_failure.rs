@@ -70,8 +70,8 @@ mod tests {
     #[test]
     fn every_phase_is_named() {
         for phase in Phase::ALL {
-            let said = doing(phase, Some(12));
-            assert_eq!(said.is_none(), phase == Phase::Evaluate, "{phase:?}: {said:?}");
+            let text = doing(phase, Some(12));
+            assert_eq!(text.is_none(), phase == Phase::Evaluate, "{phase:?}: {text:?}");
         }
         assert_eq!(doing(Phase::Update, Some(12)).unwrap(), "step 12 failed in its optimizer's update");
     }

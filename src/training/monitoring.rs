@@ -37,11 +37,11 @@ pub(crate) fn listen(plan: &Plan, output: &Path, terminal: &Terminal) -> Result<
         )
     })?;
     let whom = if server.is_open() { ", open to the network" } else { "" };
-    let place = format!("metrics at {}{whom}", server.url());
+    let description = format!("metrics at {}{whom}", server.url());
     let labels = RunLabels { run: last_name(output, "finetune"), model: plan.base.found.name() };
     let endpoint = MetricsEndpoint::new(server, &labels)?;
     // Printed last: the page is available from here on.
-    terminal.line(place);
+    terminal.line(description);
     Ok(Some(endpoint))
 }
 
@@ -100,7 +100,7 @@ fn run_start(plan: &Plan, output: &Path, resumed_step: Option<u64>) -> Result<Ru
         output: absolute(output).map_err(|e| Error::io("find", output, &e))?.display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         started: clock::now_as_text(),
-        world_size: plan.ranks,
+        world_size: plan.world_size,
         total_steps: plan.total_steps,
         resumed_step,
         recipe: recipe_values(&plan.recipe.to_toml())?,
@@ -128,11 +128,11 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
         return Ok(None);
     };
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), Some(&plan.engine))?;
-    let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.longest_row() as f64);
+    let (_, seen) = mean_lengths(&plan.train.dataset, plan.recipe.data.longest_row() as f64);
     let trained = TrainedWeights::of(&plan.base.config, &descs);
     let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute)
         .with_objective(objective_cost(&plan.recipe, &plan.base.config));
-    let peak = tflops * 1e12 * plan.ranks as f64;
+    let peak = tflops * 1e12 * plan.world_size as f64;
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))
 }
 

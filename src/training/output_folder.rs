@@ -79,17 +79,18 @@ impl OutputFolder {
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
         let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
-        let found = OutputFolder { resumed: find(from.as_deref(), output, terminal)?, record, claimed };
+        let folder_state =
+            OutputFolder { resumed: find(from.as_deref(), output, terminal)?, record, claimed };
         if first {
-            found.refuse_other_runs(output)?;
+            folder_state.refuse_other_runs(output)?;
         }
-        if found.resumed.is_none() && !has_ended {
-            let place = from.as_deref().unwrap_or(output).display();
-            let text = format!("no checkpoint in {place}: starting from the beginning");
+        if folder_state.resumed.is_none() && !has_ended {
+            let folder = from.as_deref().unwrap_or(output).display();
+            let text = format!("no checkpoint in {folder}: starting from the beginning");
             // The user expects a checkpoint in a folder that `--resume` names.
             if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
         }
-        Ok(found)
+        Ok(folder_state)
     }
 
     /// Refuses to resume in a folder that does not belong to the run.
@@ -210,7 +211,7 @@ impl OutputFolder {
         record.plan = RunRecord::digest(&fingerprint);
         record.completed = false;
         record.sources = plan.commits();
-        record.chat_template_date = plan.rows.date().map(|date| date.to_rfc3339());
+        record.chat_template_date = plan.dataset_loader.date().map(|date| date.to_rfc3339());
         folder.refuse_links(&added_to(&plan.recipe))?;
         refuse_foreign(&folder, &record, output, resumed)?;
         let what = format!("cannot train into {}", output.display());
@@ -271,9 +272,9 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
 pub(crate) fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
     let Ok(output) = output.canonicalize() else { return false };
     let parent = |folder: &Path| folder.parent().map(Path::to_owned);
-    let there = saved.folder.canonicalize().ok().and_then(|folder| parent(&folder));
+    let linked = saved.folder.canonicalize().ok().and_then(|folder| parent(&folder));
     let named = parent(&saved.folder).and_then(|folder| Path::new(".").join(folder).canonicalize().ok());
-    [there, named].into_iter().flatten().any(|folder| folder == output)
+    [linked, named].into_iter().flatten().any(|folder| folder == output)
 }
 
 /// Refuses a folder that a new run cannot use. If a run is active in it, the error names that run.
@@ -320,13 +321,13 @@ fn refuse_foreign(
 ) -> Result<()> {
     let mut names: Vec<String> = TEXTS.map(String::from).into();
     names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
-    let found = folder.foreign(record, &names)?;
-    if found.is_empty() {
+    let foreign_files = folder.foreign(record, &names)?;
+    if foreign_files.is_empty() {
         return Ok(());
     }
     let error = Error::user(format!("cannot train in {}", output.display()));
     let why = |name: String| format!("{name} would be overwritten, and is not the file that the run wrote");
-    let error = found.into_iter().map(why).fold(error, Error::because);
+    let error = foreign_files.into_iter().map(why).fold(error, Error::because);
     Err(error.hint("move it to another folder, or give a new one with `--output`"))
 }
 
@@ -337,9 +338,10 @@ fn adopted(
     fingerprint: &std::collections::BTreeMap<String, String>,
 ) -> Result<RunRecord> {
     let mut record = RunRecord::new(fingerprint)?;
-    let said = saved.said_keys()?;
+    let recorded = saved.recorded_keys()?;
     let has_recipe = text_of(&output.join(RECIPE))?.parse::<toml::Table>().is_ok_and(|recipe| {
-        said.iter()
+        recorded
+            .iter()
             .filter_map(|key| key.split_once('.'))
             .all(|(section, key)| recipe.get(section).is_some_and(|section| section.get(key).is_some()))
     });

@@ -81,7 +81,7 @@ fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
     let path = LossPath::of(config, &step.descs);
     // One rank measures with its own threads, after the others have ended.
     let rates = ComputeRates::measure(&shapes, &plan.engine.device, path)?;
-    let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
+    let hardware = Hardware::here(plan.world_size, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
     let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };
     Ok(request.time(recipe, &step).map(|time| time.total))
 }

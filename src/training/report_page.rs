@@ -111,12 +111,12 @@ impl ReportPage<'_> {
         let plan = self.plan;
         // Without a log the report has no curves.
         let entries = metrics::read(&self.output.join(METRICS)).unwrap_or_default();
-        let tokenizer = &plan.rows.tokenizer;
-        let shown = plan.train.0.examples().iter().take(SHOWN_ROWS);
+        let tokenizer = &plan.dataset_loader.tokenizer;
+        let shown = plan.train.dataset.examples().iter().take(SHOWN_ROWS);
         // A row that cannot be decoded is left out of the report only.
         let rows: Vec<MaskedRow> = shown.filter_map(|example| shown_row(example, tokenizer).ok()).collect();
-        let mut data = vec![("Training", plan.train.0.report().to_string())];
-        data.extend(plan.held_out.iter().map(|(set, _)| ("Held out", set.report().to_string())));
+        let mut data = vec![("Training", plan.train.dataset.report().to_string())];
+        data.extend(plan.held_out.iter().map(|held_out| ("Held out", held_out.dataset.report().to_string())));
         take(&HtmlReport {
             title: self.title,
             summary: &self.in_a_sentence(),
@@ -139,8 +139,8 @@ impl ReportPage<'_> {
 
     fn in_a_sentence(&self) -> String {
         let plan = self.plan;
-        let sets: Vec<&str> = plan.train.1.iter().map(|found| found.id.as_str()).collect();
-        let rows = units::exact(plan.train.0.report().rows, "row");
+        let sets: Vec<&str> = plan.train.sources.iter().map(|found| found.id.as_str()).collect();
+        let rows = units::exact(plan.train.dataset.report().rows, "row");
         format!("{} trained on {} ({rows}): {}.", plan.base.found.id, sets.join(", "), plan.method())
     }
 
@@ -159,13 +159,14 @@ impl ReportPage<'_> {
         let commit =
             plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
         let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
-        let strategy = if plan.ranks > 1 { format!(", strategy {}", plan.strategy()) } else { String::new() };
+        let strategy =
+            if plan.world_size > 1 { format!(", strategy {}", plan.strategy()) } else { String::new() };
         let mut figures = vec![
             ("model", format!("{}{commit}", plan.base.found.id)),
             ("method", plan.method().to_string()),
             ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
             ("steps", format!("{} of {}", self.summary.steps, plan.total_steps)),
-            ("ranks", format!("{} ({device}{strategy})", plan.ranks)),
+            ("ranks", format!("{} ({device}{strategy})", plan.world_size)),
             ("computed in", format!("{:?}", plan.engine.dtype)),
         ];
         figures.extend(self.time.map(|time| ("time of a step", time.to_string())));

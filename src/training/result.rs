@@ -55,20 +55,20 @@ impl TrainRun<'_> {
         KillPoint::Published.reach();
         described?;
         if let Some((place, taken)) = &elsewhere {
-            let (place, taken) = (place.display(), taken.join(", "));
+            let (path, names) = (place.display(), taken.join(", "));
             self.terminal.warn(format!(
-                "{taken} appeared during the run and would be overwritten: the result is in {place}"
+                "{names} appeared during the run and would be overwritten: the result is in {path}"
             ));
         }
-        let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
+        let published = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
         let what = if plan.adapter_setup.is_some() { "adapter" } else { "model" };
-        self.terminal.line(format!("{what} saved in {}", place.display()));
+        self.terminal.line(format!("{what} saved in {}", published.display()));
         let questions = self.showcase.answered(summary, [before, None]);
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| {
-            self.update((folder, &place), REPORT, &page.render())
+            self.update((folder, &published), REPORT, &page.render())
         });
-        Ok(Some(place))
+        Ok(Some(published))
     }
 
     /// Writes the text `name` of the result in `place`. If the file has changed since the run wrote
@@ -111,7 +111,7 @@ impl TrainRun<'_> {
         time.iter().for_each(|time| terminal.line(format!("time: {time}")));
         let compared = (memory.clone(), time);
         self.report(summary, questions, compared, |page| self.update(result, REPORT, &page.render()));
-        bottlenecks::say(plan, summary, rates, terminal);
+        bottlenecks::print_analysis(plan, summary, rates, terminal);
         folder.complete()?;
         Ok(memory)
     }
@@ -129,7 +129,7 @@ impl TrainRun<'_> {
         let rates = bottlenecks::measure(summary, device, self.planned.spare(plan, device));
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| folder.write_text(REPORT, &page.render()));
-        bottlenecks::say(plan, summary, rates, self.terminal);
+        bottlenecks::print_analysis(plan, summary, rates, self.terminal);
     }
 
     /// Makes the report of the run and passes it to `write`. An error of `write` is only a warning.

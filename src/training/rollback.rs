@@ -24,12 +24,12 @@ pub(crate) fn roll_back(
     trainer: &mut Trainer,
     steps: Range<u64>,
 ) -> Result<Option<u64>> {
-    let (found, _) = checkpoint::newest_in(output, steps)?;
+    let (newest, _) = checkpoint::newest_in(output, steps)?;
     // Checkpoints from before a resume with another learning rate belong to the run too.
     let allowed = CHANGES_ON_REQUEST.map(str::to_owned);
-    let found = found.filter(|saved| saved.check_same_run(&plan.fingerprint(), &allowed).is_ok());
+    let of_this_run = newest.filter(|saved| saved.check_same_run(&plan.fingerprint(), &allowed).is_ok());
     let store = &trainer.engine.store;
-    let own = found.as_ref().map_or(0.0, |saved| saved.state.step as f64);
+    let own = of_this_run.as_ref().map_or(0.0, |saved| saved.state.step as f64);
     let mut sums = [own];
     store.sum("the checkpoint to roll back to", &mut sums)?;
     if sums[0] != own * store.mesh().world().size() as f64 {
@@ -37,7 +37,7 @@ pub(crate) fn roll_back(
             .because(format!("this rank finds the checkpoint of step {own} in {}", output.display()))
             .hint("give all hosts the same shared folder with `--output`"));
     }
-    let Some(saved) = found else { return Ok(None) };
+    let Some(saved) = of_this_run else { return Ok(None) };
     let setup = plan.adapter_setup.as_ref();
     let setup = setup.map(|setup| SavedAdapter::read(&saved.folder).map(|saved| setup.resumed(saved)));
     let adapter_setup = setup.transpose()?;

@@ -57,11 +57,11 @@ impl Showcase {
             () if samples > 0 => ANSWER_TOKENS.0,
             () => affordable_tokens(plan),
         };
-        let Some((held_out, _)) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
+        let Some(held_out) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
             return Ok(Showcase::default());
         };
-        let tokenizer = &plan.rows.tokenizer;
-        let asked = held_out.examples().iter().filter_map(|example| {
+        let tokenizer = &plan.dataset_loader.tokenizer;
+        let asked = held_out.dataset.examples().iter().filter_map(|example| {
             let start = example.trained.iter().position(|trained| *trained)?;
             (2..=PROMPT_TOKENS).contains(&start).then_some((example, start))
         });
@@ -73,7 +73,7 @@ impl Showcase {
                 .because(format!(
                     "`eval.samples` is {samples}, and of {} each is trained from its beginning, or asks with more than \
                      {PROMPT_TOKENS} tokens",
-                    units::exact(held_out.examples().len(), "held-out row")
+                    units::exact(held_out.dataset.examples().len(), "held-out row")
                 ))
                 .hint("give held-out rows that have prompts, or remove `eval.samples`"));
         }
@@ -89,8 +89,8 @@ impl Showcase {
         // A resumed run may have other held-out rows than its first evaluation.
         let samples = &report?.eval_samples;
         let answer = |question: &Question| {
-            let found = samples.iter().find(|sample| sample.prompt == question.text);
-            found.map_or_else(|| "–".to_owned(), |sample| sample.answer.clone())
+            let known = samples.iter().find(|sample| sample.prompt == question.text);
+            known.map_or_else(|| "–".to_owned(), |sample| sample.answer.clone())
         };
         Some(self.questions.iter().map(answer).collect())
     }

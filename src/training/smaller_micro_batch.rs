@@ -23,7 +23,7 @@ pub(crate) struct OomRetry(AtomicBool);
 
 impl OomRetry {
     /// Records the error with which a rank ended in `phase`.
-    pub(crate) fn note(&self, error: &Error, phase: Phase) {
+    pub(crate) fn record(&self, error: &Error, phase: Phase) {
         if error.device_fault() == Some(DeviceFault::OutOfMemory) && GROWING.contains(&phase) {
             self.0.store(true, Ordering::SeqCst);
         }

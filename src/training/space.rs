@@ -18,10 +18,10 @@ pub(crate) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoin
     let done = resumed.map_or(0, |saved| saved.state.step);
     let epoch = plan.sampler()?.steps_per_epoch();
     let (saves, keep) = plan.recipe.checkpoints([done, plan.total_steps], epoch);
-    let there = checkpoint::count(output)?;
+    let existing = checkpoint::count(output)?;
     let WrittenBytes { checkpoint: one, result } = saved(plan)?;
-    let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result);
-    let while_saving = more_checkpoints(there, saves, keep.saturating_add(1)).saturating_mul(one);
+    let at_end = more_checkpoints(existing, saves, keep).saturating_mul(one).saturating_add(result);
+    let while_saving = more_checkpoints(existing, saves, keep.saturating_add(1)).saturating_mul(one);
     Ok(at_end.max(while_saving))
 }
 

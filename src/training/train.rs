@@ -87,7 +87,7 @@ impl TrainRun<'_> {
         let (clock, phases) = (timed.clock(), timed.phases());
         let done = self.timed_rank(Arc::new(timed), clock, device);
         done.map_err(|error| {
-            self.too_large.note(&error, phases.read());
+            self.too_large.record(&error, phases.read());
             explained(error, self.plan, phases.read())
         })
     }
@@ -108,7 +108,8 @@ impl TrainRun<'_> {
     fn end_log(&self, log: &OnceCell<SharedLogCommand>, end: RunEnd<'_>, world: &dyn Collective) {
         let ended = log.get().map_or(Ok(()), |log| log.borrow_mut().end(end, &|| world.heartbeat()));
         if let Err(error) = ended {
-            self.terminal.warn(format!("no more lines for `log.command`: {}", error.in_one_line()));
+            let why = error.in_one_line();
+            self.terminal.warn(format!("the program of `log.command` may miss lines of this run: {why}"));
         }
     }
 
@@ -133,7 +134,7 @@ impl TrainRun<'_> {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
-        let tokenizer = &plan.rows.tokenizer;
+        let tokenizer = &plan.dataset_loader.tokenizer;
         let before = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         if first {
             let took = units::duration(self.started.elapsed().as_secs_f64());
@@ -141,11 +142,11 @@ impl TrainRun<'_> {
         }
         // A resumed run starts from trained weights, so these are no answers of the base.
         let before = self.resumed.is_none().then_some(&before[..]);
-        let place = OnceLock::new();
+        let published_in = OnceLock::new();
         let publish = |trainer: &Trainer, summary: &RunSummary| {
             let published = self.publish(trainer, &*world, device, (&self.whole(summary.clone()), before))?;
             published.map_or(Ok(()), |published| {
-                place.set(published).map_err(|_| Error::internal("the result was published twice"))
+                published_in.set(published).map_err(|_| Error::internal("the result was published twice"))
             })
         };
         let summary = self.whole(self.train(&mut trainer, &*world, (clock, log), &publish)?);
@@ -160,14 +161,14 @@ impl TrainRun<'_> {
         world.enter(Phase::Output)?;
         let after = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         drop(trainer);
-        if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
+        if let (Some((folder, _)), Some(published_in)) = (self.folder.get(), published_in.get()) {
             let questions = self.showcase.answered(&summary, [before, Some(&after)]);
-            let memory = self.complete(folder, place, device, (&summary, &questions))?;
+            let memory = self.complete(folder, published_in, device, (&summary, &questions))?;
             self.showcase.show(&questions, &summary, terminal);
             // Waiting for the program is no time of the run.
             let secs = self.secs();
             self.end_log(log, RunEnd::Finished, &*world);
-            self.close(&summary, place, secs, &memory);
+            self.close(&summary, published_in, secs, &memory);
         }
         Ok(())
     }
@@ -192,12 +193,12 @@ impl TrainRun<'_> {
         if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
             let secs = loading.elapsed().as_secs_f64();
             let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
-            let said =
+            let text_of =
                 |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
             match self.plan.base.format {
-                Some(format) if format.is_kept() => self.terminal.line(said("read and kept packed")),
-                Some(_) => self.terminal.line(said("read and quantized")),
-                None => self.terminal.detail(said("read")),
+                Some(format) if format.is_kept() => self.terminal.line(text_of("read and kept packed")),
+                Some(_) => self.terminal.line(text_of("read and quantized")),
+                None => self.terminal.detail(text_of("read")),
             }
         }
         digest.map_or(Ok(()), |digest| self.finish_digest(digest))?;
@@ -215,7 +216,7 @@ impl TrainRun<'_> {
         check
             .filter(|_| self.base_check == Some(BaseCheck::Same))
             .iter()
-            .for_each(|check| check.say(self.terminal));
+            .for_each(|check| check.print(self.terminal));
         Ok(())
     }
 
@@ -252,12 +253,12 @@ impl TrainRun<'_> {
                 base: Some(base.clone()),
                 micro_batches: Some(plan.micro_batches()),
                 best: moment.best,
-                chat_template_date: plan.rows.date().map(|date| date.to_rfc3339()),
+                chat_template_date: plan.dataset_loader.date().map(|date| date.to_rfc3339()),
                 fingerprint: fingerprint.clone(),
             },
             roll_back: &|trainer, steps| roll_back(plan, output, trainer, steps),
             publish,
-            samples: &|engine| self.showcase.samples(engine, &plan.rows.tokenizer),
+            samples: &|engine| self.showcase.samples(engine, &plan.dataset_loader.tokenizer),
             stop: self.stop,
             clock,
             profiler: TraceSchedule::of(&plan.recipe.profile)
@@ -329,7 +330,7 @@ impl TrainRun<'_> {
             Some(state) => MetricsLog::resume(&path, state.step)?,
             None => MetricsLog::create(&path)?,
         };
-        if let Some(text) = metrics.note() {
+        if let Some(text) = metrics.moved_aside() {
             self.terminal.warn(text);
         }
         let endpoint = locked(&self.metrics).take();
@@ -341,7 +342,7 @@ impl TrainRun<'_> {
         }
         match alerts::start(self.plan, output, &self.title(), self.terminal) {
             Ok(alerts) => listeners.extend(alerts),
-            Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
+            Err(error) => self.terminal.warn(format!("no alerts: {}", error.in_one_line())),
         }
         if let Some(started) = monitoring::log_command(self.plan, output, resumed, self.terminal) {
             listeners.add(Rc::clone(log.get_or_init(|| started)));
@@ -351,7 +352,7 @@ impl TrainRun<'_> {
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
-    let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
+    let Some(held_out) = &plan.held_out else { return Vec::new() };
     let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.longest_row();
-    data::batch::in_order(held_out.examples(), tokens).collect()
+    data::batch::in_order(held_out.dataset.examples(), tokens).collect()
 }

@@ -33,7 +33,7 @@ pub(crate) fn plan_of(
         Plan::resolve(recipe, &resolver, (ranks.device(), room), WorldSize { all, local, here }, resumed, now)
     };
     let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
-    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), found) {
+    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.dataset_loader.date(), found) {
         // Every process must pass the same date to the template.
         let agreed = ranks.agree("the date of the chat template", || Ok(own.to_rfc3339().into_bytes()))?;
         let agreed = parse_date(&String::from_utf8_lossy(&agreed))?;

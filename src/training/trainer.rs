@@ -31,7 +31,7 @@ pub fn trainer(
 ) -> Result<Trainer> {
     device::release_above(device, kept_by_pool(plan.memory.tensors()))?;
     let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
-    let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
+    let engine = EngineOptions { mesh: ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {
         plan.base.load(Trains::adapter_or_all(plan.adapter_setup.as_ref()), &engine)
     })?;
@@ -71,9 +71,9 @@ mod tests {
 
     #[test]
     fn the_pool_keeps_512_mib_beside_a_small_plan() {
-        let kept = |gib: u64| kept_by_pool(gib << 30) - (gib << 30);
-        assert_eq!([0, 2, 10].map(kept), [512 << 20; 3]);
-        assert_eq!(kept(40), 2 << 30);
+        let extra = |gib: u64| kept_by_pool(gib << 30) - (gib << 30);
+        assert_eq!([0, 2, 10].map(extra), [512 << 20; 3]);
+        assert_eq!(extra(40), 2 << 30);
         assert_eq!(kept_by_pool(u64::MAX), u64::MAX);
     }
 }

@@ -30,12 +30,12 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         MasterWeights::F32 => Dtype::F32,
         MasterWeights::None => Dtype::Bf16,
     };
-    let tokenizer = plan.base.result_tokenizer(&plan.rows);
+    let tokenizer = plan.base.result_tokenizer(&plan.dataset_loader);
     let Some(adapter_setup) = &plan.adapter_setup else {
         // Checkpoints hold the parameters alone.
         let alone = || KeptTensors::default().named_by(plan.base.config.family.class_names);
-        let kept = if exact { alone() } else { plan.base.kept.clone() };
-        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: kept.bytes() };
+        let unused = if exact { alone() } else { plan.base.kept.clone() };
+        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: unused.bytes() };
         let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
@@ -46,7 +46,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let untied = plan.base.head_apart;
         let source = plan.base.found.folder.clone();
-        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied, kept);
+        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied, unused);
         return Ok(Arc::new(
             move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                 SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),

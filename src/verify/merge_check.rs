@@ -61,8 +61,8 @@ impl MergeBase {
         let stored = base.format;
         let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
             (Some(format), _) => (Some(format), base.skipped.clone()),
-            (None, Some(said)) => {
-                (Some(format(&said)), LinearLayers::new(&base.config, &said.skip_modules)?.skipped)
+            (None, Some(declared)) => {
+                (Some(format(&declared)), LinearLayers::new(&base.config, &declared.skip_modules)?.skipped)
             }
             (None, None) => (None, Vec::new()),
         };
@@ -226,18 +226,19 @@ impl MergeCheck<'_> {
         let compared = self.compare(merged);
         // `merged` is a temporary folder.
         gguf_base::forget(merged);
-        let found = compared?;
-        let certificate = Certificate { found, max_kl: self.max_kl, requantized: self.requantized };
-        if found.mean_kl() <= self.max_kl {
+        let comparison = compared?;
+        let certificate =
+            Certificate { found: comparison, max_kl: self.max_kl, requantized: self.requantized };
+        if comparison.mean_kl() <= self.max_kl {
             return Ok(certificate);
         }
         let error = Error::user("the merged model differs too much from base and adapter").because(format!(
             "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
-            found.mean_kl(),
-            units::exact(found.rows, "row"),
+            comparison.mean_kl(),
+            units::exact(comparison.rows, "row"),
             self.dataset,
-            found.max_kl,
-            100.0 * found.top1_agreement(),
+            comparison.max_kl,
+            100.0 * comparison.top1_agreement(),
             self.max_kl
         ));
         let error = if self.requantized { error.because(certificate.effect()) } else { error };
@@ -246,8 +247,8 @@ impl MergeCheck<'_> {
 
     fn compare(&self, merged: &Path) -> Result<Comparison> {
         let recipe = Recipe::default();
-        let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
-        let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.resolver)?;
+        let loader = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
+        let dataset = loader.load(&[self.dataset.clone().into()], Split::Eval, self.resolver)?.dataset;
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
         let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;

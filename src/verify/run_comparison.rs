@@ -27,27 +27,27 @@ impl RunComparison {
     /// Compares the folder of an uninterrupted run with that of a killed and resumed one.
     pub(crate) fn new(straight: &Path, broken: &Path) -> Result<Self> {
         let (ours, theirs) = (listing(straight)?, listing(broken)?);
-        let mut found = RunComparison { files: 0, bytes: 0, differences: Vec::new() };
+        let mut comparison = RunComparison { files: 0, bytes: 0, differences: Vec::new() };
         let names: BTreeSet<&String> = ours.keys().chain(theirs.keys()).collect();
         for name in names {
-            found.files += 1;
+            comparison.files += 1;
             let difference = match (ours.get(name), theirs.get(name)) {
                 (Some(one), Some(other)) => {
-                    found.bytes += one.metadata().map_or(0, |data| data.len());
+                    comparison.bytes += one.metadata().map_or(0, |data| data.len());
                     if name == METRICS { steps_differ(one, other)? } else { bytes_differ(one, other)? }
                 }
                 (Some(_), None) => Some("the killed and resumed run has no such file".to_owned()),
                 _ => Some("the straight run has no such file".to_owned()),
             };
-            found.differences.extend(difference.map(|difference| format!("{name}: {difference}")));
+            comparison.differences.extend(difference.map(|difference| format!("{name}: {difference}")));
         }
-        Ok(found)
+        Ok(comparison)
     }
 }
 
 /// Returns every file below a run's folder by its relative name, without files that hold times.
 fn listing(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
-    let (mut found, mut open) = (BTreeMap::new(), vec![folder.to_owned()]);
+    let (mut files, mut open) = (BTreeMap::new(), vec![folder.to_owned()]);
     while let Some(inner) = open.pop() {
         for entry in std::fs::read_dir(&inner).map_err(|e| Error::io("read", &inner, &e))? {
             let path = entry.map_err(|e| Error::io("read", &inner, &e))?.path();
@@ -55,10 +55,10 @@ fn listing(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
             if TIMED.contains(&name.as_str()) {
                 continue;
             }
-            if path.is_dir() { open.push(path) } else { drop(found.insert(name, path)) }
+            if path.is_dir() { open.push(path) } else { drop(files.insert(name, path)) }
         }
     }
-    Ok(found)
+    Ok(files)
 }
 
 fn bytes_differ(one: &Path, other: &Path) -> Result<Option<String>> {

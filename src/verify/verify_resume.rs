@@ -92,9 +92,9 @@ impl ResumeTrial<'_> {
         let straight = self.args.output.join("straight");
         let trained = self.straight(&straight)?;
         let (broken, kills) = self.broken(&straight, trained)?;
-        let found = RunComparison::new(&straight, &broken)?;
-        if !found.differences.is_empty() {
-            return Err(self.differ(&found));
+        let comparison = RunComparison::new(&straight, &broken)?;
+        if !comparison.differences.is_empty() {
+            return Err(self.differ(&comparison));
         }
         if !self.args.keep {
             let remove =
@@ -106,7 +106,7 @@ impl ResumeTrial<'_> {
                 self.remove_logs();
             }
         }
-        Ok(ResumeProof { steps: self.args.steps, kills, files: found.files, bytes: found.bytes })
+        Ok(ResumeProof { steps: self.args.steps, kills, files: comparison.files, bytes: comparison.bytes })
     }
 
     /// Removes the logs of the runs. A log that cannot be removed is kept.
@@ -152,7 +152,7 @@ impl ResumeTrial<'_> {
                     .line("the run ended before it could be killed: trying again with an earlier instant");
                 std::fs::remove_dir_all(&folder).map_err(|e| Error::io("remove", &folder, &e))?;
             }
-            self.tell_date(straight, &folder)?;
+            self.copy_date(straight, &folder)?;
             let kills = self.kill_and_resume(&folder, trained / 2_u32.pow(attempt))?;
             if !kills.is_empty() {
                 return Ok((folder, kills));
@@ -164,7 +164,7 @@ impl ResumeTrial<'_> {
     }
 
     /// Gives the chat templates of both runs the same date.
-    fn tell_date(&self, straight: &Path, folder: &Path) -> Result<()> {
+    fn copy_date(&self, straight: &Path, folder: &Path) -> Result<()> {
         // A run without a checkpoint yet starts again with the date in its record.
         let dated = RunRecord::read(straight)?.filter(|record| record.chat_template_date.is_some());
         dated.map_or(Ok(()), |record| record.begin_as(folder))
@@ -212,7 +212,7 @@ struct TrialProcess {
     metrics: PathBuf,
     /// Size and time of metrics.jsonl at the start of the process.
     before: Option<(u64, SystemTime)>,
-    said: PathBuf,
+    log_path: PathBuf,
 }
 
 impl TrialProcess {
@@ -220,15 +220,15 @@ impl TrialProcess {
     /// log beside the folder.
     fn start(words: &[OsString], folder: &Path, killed: &[Kill]) -> Result<Self> {
         let program = child::binary()?;
-        let said = folder.with_extension(format!("{}.log", killed.len() + 1));
-        let log = File::create(&said).map_err(|e| Error::io("write", &said, &e))?;
+        let log_path = folder.with_extension(format!("{}.log", killed.len() + 1));
+        let log = File::create(&log_path).map_err(|e| Error::io("write", &log_path, &e))?;
         let metrics = folder.join(METRICS);
         let before = look(&metrics);
         let mut command = Command::new(&program);
         command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         child::ends_with_parent(&mut command);
         let child = command.spawn().map_err(|e| Error::cannot_start(program.display(), &e))?;
-        Ok(TrialProcess { child, ended: None, metrics, before, said })
+        Ok(TrialProcess { child, ended: None, metrics, before, log_path })
     }
 
     fn is_over(&mut self) -> Result<bool> {
@@ -285,11 +285,11 @@ impl TrialProcess {
             ended.code().map_or_else(|| "by a signal".to_owned(), |code| format!("with exit code {code}"));
         let error =
             Error::new(child::category(ended), format!("the {which} run ended {end}: nothing is verified"));
-        let text = std::fs::read_to_string(&self.said).unwrap_or_default();
+        let text = std::fs::read_to_string(&self.log_path).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         let last = lines.iter().skip(lines.len().saturating_sub(REPEATED_LINES));
         let error = last.fold(error, |error, line| error.because(line.trim()));
-        Err(error.hint(format!("its whole output is in {}", self.said.display())))
+        Err(error.hint(format!("its whole output is in {}", self.log_path.display())))
     }
 }
 

@@ -1,6 +1,8 @@
 //! Checkpoints in bitsandbytes' formats, read, refused if inconsistent, and written by `finetune
 //! quantize` (tests/golden/quant, made by make_golden.py and make_llm_int8.py).
 
+mod mxfp4;
+
 use std::path::Path;
 
 use crate::logits::{base, distance, floats};

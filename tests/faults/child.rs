@@ -101,7 +101,7 @@ fn train(
     }
     let path = output.join("metrics.jsonl");
     let mut log = if saved.is_some() { MetricsLog::resume(&path, done)? } else { MetricsLog::create(&path)? };
-    log.note().into_iter().for_each(|text| say(&format!("note: {text}")));
+    log.moved_aside().into_iter().for_each(|text| say(&format!("note: {text}")));
     let write_weights: WriteWeights = Arc::new(write_part);
     let (output_folder, writes) = (output.to_owned(), Arc::clone(&write_weights));
     let options = SaverOptions {

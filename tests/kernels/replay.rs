@@ -149,10 +149,10 @@ impl Blocks {
 
     /// Runs forward and backward. Returns the output and the gradient of the input.
     fn pass(&self) -> Result<[Tensor; 2]> {
-        self.pass_over(&self.batch)
+        self.run_pass(&self.batch)
     }
 
-    fn pass_over(&self, batch: &Batch) -> Result<[Tensor; 2]> {
+    fn run_pass(&self, batch: &Batch) -> Result<[Tensor; 2]> {
         let layers = 1..self.engine.config.num_layers();
         let stage = Stage { blocks: layers, has_embedding: false, has_head: false };
         let dropout = || DropoutContext { stream: RngStream::new(self.step.get()), first_token: 0 };
@@ -203,7 +203,13 @@ impl Blocks {
 /// Returns a batch of two sequences, of which the first has `len` tokens.
 fn batch(len: usize) -> Batch {
     let segments = vec![Sample { start: 0, len }, Sample { start: len, len: TOKENS - len }];
-    Batch { ids: vec![5; TOKENS], targets: vec![5; TOKENS], segments, rows: 1, ..Batch::default() }
+    Batch {
+        ids: vec![5; TOKENS],
+        targets: vec![5; TOKENS],
+        samples: segments,
+        num_samples: 1,
+        ..Batch::default()
+    }
 }
 
 /// Writes a model with random weights. Its heads are as wide as those of attention's kernels.
@@ -287,7 +293,7 @@ fn replays_read_the_lists_of_their_spans() {
     blocks.pass().unwrap();
     let (first, recorded) = record(|| blocks.pass().unwrap());
     blocks.engine.store.zero_gradients().unwrap();
-    let (second, again) = record(|| blocks.pass_over(&batch(20)).unwrap());
+    let (second, again) = record(|| blocks.run_pass(&batch(20)).unwrap());
     let wanted = blocks.bits(&second);
     blocks.engine.store.zero_gradients().unwrap();
     // SAFETY: nothing is freed.

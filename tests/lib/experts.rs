@@ -24,10 +24,10 @@ fn trainer_options(router_aux_loss: f64) -> TrainerOptions {
 fn packed(sequences: &[&[u32]]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.segments.push(Sample { start: batch.ids.len(), len: ids.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len() });
         batch.ids.extend(*ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
-        batch.rows += 1;
+        batch.num_samples += 1;
     }
     batch
 }
@@ -99,7 +99,7 @@ fn run(ranks: usize, at_once: usize) -> StepResult {
         let world: Arc<dyn Collective> = Arc::new(end);
         let kind = if ranks == 1 { ShardingStrategy::Single } else { ShardingStrategy::Fsdp };
         let options = EngineOptions {
-            ranks: DeviceMesh::new(kind, world)?,
+            mesh: DeviceMesh::new(kind, world)?,
             reducing: GradReduceOptions { accumulates: true, dtype: DType::F32, kept: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };

@@ -66,7 +66,7 @@ impl Exported {
     fn is_in(&self, file: &Path) -> Vec<String> {
         is_the_same(self.name, &self.folder, &self.own, &self.files, file);
         let folder = described(file);
-        ModelFiles::open(folder.path()).unwrap().notes().map(str::to_owned).collect()
+        ModelFiles::open(folder.path()).unwrap().warnings().map(str::to_owned).collect()
     }
 }
 

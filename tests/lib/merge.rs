@@ -130,7 +130,7 @@ fn an_adapter_of_keys_that_no_block_reads_merges_as_without_them() {
     let error = read().fitted(&modules).expect_err("block 3 has no keys").to_string();
     assert!(error.contains("layers.3.self_attn.k_proj"), "{error}");
     let without = read().without(&unread);
-    assert!(without.note().is_some_and(|note| note.starts_with("2 modules of the adapter")));
+    assert!(without.warning().is_some_and(|note| note.starts_with("2 modules of the adapter")));
     assert_eq!(without.fitted(&modules).expect("fits").targets().len(), 3 * 7 + 4 * 5 + 7 * 2 + 1);
     let mut merged = |adapter: &Path| {
         let output = dir.path().join(adapter.file_name().expect("a name")).with_extension("merged");

@@ -32,8 +32,8 @@ fn models() -> Vec<String> {
     stored.map(|path| path.file_stem().unwrap().to_string_lossy().into_owned()).collect()
 }
 
-/// Writes a safetensors file of zeros, of tensors with these dtypes: matrices in FP8, vectors in BF16,
-/// and scales in F32.
+/// Writes a safetensors file of zeros, of tensors with these dtypes: matrices in FP8, vectors in
+/// BF16, and scales in F32.
 fn write_zeros(path: &Path, tensors: &[(String, &str)]) {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     for (name, dtype) in tensors {
@@ -76,7 +76,7 @@ fn notes_of_keys_that_no_block_reads_say_what_is_written() {
         let mut files = ModelFiles::open(folder.path()).unwrap();
         let mut config = ModelConfig::from_json(&config.to_string(), "config.json").unwrap();
         settle(&mut config, &mut files).unwrap();
-        let of_keys = files.notes().filter(|note| note.contains("of keys and values"));
+        let of_keys = files.warnings().filter(|note| note.contains("of keys and values"));
         let of_keys: Vec<String> = of_keys.map(str::to_owned).collect();
         (of_keys, files.kept().count())
     };
@@ -165,10 +165,10 @@ impl Forward {
 fn packed(sequences: &[Vec<u32>]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.segments.push(Sample { start: batch.ids.len(), len: ids.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
-        batch.rows += 1;
+        batch.num_samples += 1;
     }
     batch
 }

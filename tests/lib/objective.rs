@@ -31,7 +31,7 @@ fn batch(salt: u32) -> Batch {
     targets.push(IGNORE);
     targets[8] = IGNORE;
     let segments = vec![Sample { start: 0, len: 9 }, Sample { start: 9, len: 15 }];
-    Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 2 }
+    Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 2 }
 }
 
 fn step(micro_batches: u32) -> Step {
@@ -47,7 +47,7 @@ impl SmallStates {
     /// Returns the factor of each position.
     fn coefficients(batch: &Batch) -> Vec<f32> {
         let mut coefficients = vec![0.0; batch.len()];
-        for (i, sample) in batch.segments.iter().enumerate() {
+        for (i, sample) in batch.samples.iter().enumerate() {
             let positions = sample.start..sample.start + sample.len;
             if batch.targets[positions.clone()].iter().any(|target| *target != IGNORE) {
                 coefficients[positions].fill((i + 1) as f32 / sample.len as f32);
@@ -59,7 +59,7 @@ impl SmallStates {
 
 impl Objective for SmallStates {
     fn denominator(&self, step: &Step) -> f64 {
-        step.micro_batches.iter().map(|batch| batch.rows as f64).sum()
+        step.micro_batches.iter().map(|batch| batch.num_samples as f64).sum()
     }
 
     fn loss_and_grad(&self, _: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput> {
@@ -86,13 +86,13 @@ struct Trained {
 }
 
 /// Trains tiny-llama on steps of this many micro-batches.
-fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
-    train_after(kind, ranks, micro_batches, &|_| Ok(()))
+fn train(strategy: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
+    train_after(strategy, ranks, micro_batches, &|_| Ok(()))
 }
 
 /// Like [`train`], after `prepare`.
 fn train_after(
-    kind: ShardingStrategy,
+    strategy: ShardingStrategy,
     ranks: usize,
     micro_batches: u32,
     prepare: &(dyn Fn(&Trainer) -> Result<()> + Sync),
@@ -102,7 +102,7 @@ fn train_after(
         let world: Arc<dyn Collective> = Arc::new(end);
         let accumulates = micro_batches as usize > ranks;
         let options = EngineOptions {
-            ranks: DeviceMesh::new(kind, world)?,
+            mesh: DeviceMesh::new(strategy, world)?,
             reducing: GradReduceOptions { accumulates, dtype: DType::F32, kept: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
@@ -180,7 +180,7 @@ struct BySample([f32; 2]);
 
 impl Objective for BySample {
     fn loss_and_grad(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput> {
-        let samples = input.batch.segments.iter().zip(self.0);
+        let samples = input.batch.samples.iter().zip(self.0);
         let coefficients: Vec<f32> = samples.flat_map(|(sample, c)| vec![c; sample.len]).collect();
         let targets = LossTargets { ids: &input.batch.targets, coefficients: Some(&coefficients) };
         let (loss, dx) =

@@ -112,7 +112,7 @@ fn step(micro_batches: u32) -> Step {
         let mut targets: Vec<u32> = ids[1..].to_vec();
         targets.push(IGNORE);
         let segments = vec![Sample { start: 0, len: ids.len() }];
-        Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+        Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 1 }
     };
     Step::new((0..micro_batches).map(batch).collect(), 1.0)
 }
@@ -208,8 +208,8 @@ fn a_run_goes_on_from_a_checkpoint() {
     }
 }
 
-/// The algorithm writes the bf16 values itself, or they are rounded from the masters; with offloaded
-/// state, too.
+/// The algorithm writes the bf16 values itself, or they are rounded from the masters; with
+/// offloaded state, too.
 #[test]
 fn values_in_bf16_follow_the_masters() {
     let adamw = AdamW { betas: [0.9, 0.999], eps: 1e-8 };
@@ -240,11 +240,11 @@ fn values_in_bf16_follow_the_masters() {
 
 #[test]
 fn shards_of_a_state_are_saved_whole() {
-    let train = |kind: ShardingStrategy, ranks: usize| {
+    let train = |strategy: ShardingStrategy, ranks: usize| {
         let rank = |end| -> Result<Vec<(String, Vec<u32>)>> {
             let world: Arc<dyn Collective> = Arc::new(end);
             let options = EngineOptions {
-                ranks: DeviceMesh::new(kind, world)?,
+                mesh: DeviceMesh::new(strategy, world)?,
                 reducing: GradReduceOptions { accumulates: ranks == 1, dtype: DType::F32, kept: DType::F32 },
                 ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
             };
@@ -277,7 +277,7 @@ fn the_memory_plan_counts_each_tensor() {
                 tensors: algorithm.state(),
                 dtype: StateDtype::F32,
             },
-            kind: ShardingStrategy::Single,
+            strategy: ShardingStrategy::Single,
             mesh: MeshShape::ONE,
             saving: Saving::InBackground,
             accumulates: false,

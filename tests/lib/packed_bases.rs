@@ -1,6 +1,6 @@
-//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), dequantized while
-//! they are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small ones made
-//! here, with their errors.
+//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), dequantized
+//! while they are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small
+//! ones made here, with their errors.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -63,8 +63,8 @@ fn every_weight_has_the_values_of_the_reference() {
     }
 }
 
-/// gpt-oss stores the experts of a layer in blocks of `[E, out, in]`; the reference has the stack `[E,
-/// in, out]` of an unquantized model.
+/// gpt-oss stores the experts of a layer in blocks of `[E, out, in]`; the reference has the stack
+/// `[E, in, out]` of an unquantized model.
 #[test]
 fn stacks_in_mxfp4_have_the_values_of_the_reference() {
     let digests: Value = serde_json::from_slice(&std::fs::read(golden("sha256_f32.json")).unwrap()).unwrap();
@@ -86,7 +86,7 @@ fn stacks_in_mxfp4_have_the_values_of_the_reference() {
     }
     let stored: u64 = files.names().map(|name| files.stored_bytes(name)).sum();
     assert_eq!(files.file_bytes().map(|(_, bytes)| bytes).collect::<Vec<_>>(), [stored]);
-    assert_snapshot!(files.notes().collect::<Vec<_>>().join("\n"), @"finetune dequantizes 4 weights stored as mxfp4 while it reads the model");
+    assert_snapshot!(files.warnings().collect::<Vec<_>>().join("\n"), @"finetune dequantizes 4 weights stored as mxfp4 while it reads the model");
 }
 
 /// Opens a golden model as runs do.
@@ -672,7 +672,7 @@ fn tensors_beside_packed_weights_that_the_model_does_not_use() {
     ];
     let model = settled(&more, false);
     checked(&model).unwrap();
-    assert_snapshot!(model.1.notes().collect::<Vec<_>>().join("\n"), @"
+    assert_snapshot!(model.1.warnings().collect::<Vec<_>>().join("\n"), @"
     finetune dequantizes 14 weights stored as gptq int4 while it reads the model
     finetune does not use the zero biases of 1 quantized weight: the model has no such biases
     finetune does not use 3 tensors of the key-value cache's quantization

@@ -59,7 +59,7 @@ fn same_values(files: &ModelFiles) -> Vec<String> {
 fn kept_weights_have_the_dequantized_values() {
     let of = |model: &str| {
         let files = kept(&golden(model));
-        let notes: Vec<&str> = files.notes().collect();
+        let notes: Vec<&str> = files.warnings().collect();
         format!("{}\n{}", notes.join("\n"), same_values(&files).join("\n"))
     };
     assert_snapshot!(of("tiny-gptq-4-g32-act"), @"
@@ -116,8 +116,8 @@ fn a_table_of_per_layer_inputs_is_dequantized() {
     assert_eq!(floats(&files, table), up);
 }
 
-/// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py), packed and
-/// dequantized.
+/// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py),
+/// packed and dequantized.
 #[test]
 fn weights_have_the_values_of_the_packages() {
     let file = golden("..").join("sha256_packages.json");
@@ -178,7 +178,7 @@ fn kept_weights_of_gguf_files_have_the_dequantized_values() {
     let of = |model: &str| {
         let folder = described(&golden(model).join("model.gguf"));
         let files = kept(folder.path());
-        let notes: Vec<&str> = files.notes().collect();
+        let notes: Vec<&str> = files.warnings().collect();
         format!("{}\n{}", notes.join("\n"), same_values(&files).join("\n"))
     };
     assert_snapshot!(of("tiny-gguf-q4_0"), @"

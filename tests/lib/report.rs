@@ -129,7 +129,7 @@ fn a_figure_that_is_not_finite_is_left_out_of_its_line() {
     // Without times the line is still a step, also in a resumed log.
     drop(log);
     let mut log = MetricsLog::resume(&path, 2).unwrap();
-    assert_eq!((log.note(), fs::read_to_string(&path).unwrap()), (None, text));
+    assert_eq!((log.moved_aside(), fs::read_to_string(&path).unwrap()), (None, text));
     log.append(&step(3).into()).unwrap();
     let read = metrics::read(&path).unwrap();
     assert_eq!(read.iter().map(MetricsEntry::step).collect::<Vec<_>>(), [1, 2, 2, 3]);
@@ -206,7 +206,7 @@ fn a_log_that_cannot_be_read_stops_no_run() {
     {
         fs::write(&path, &damaged).unwrap();
         let mut log = MetricsLog::resume(&path, 3).unwrap();
-        let note = log.note().unwrap().to_owned();
+        let note = log.moved_aside().unwrap().to_owned();
         assert!(note.contains("metrics.jsonl:2 is neither a step nor an evaluation: dropped 1"), "{note}");
         log.append(&step(4).into()).unwrap();
         let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
@@ -220,10 +220,13 @@ fn a_log_that_cannot_be_read_stops_no_run() {
     fs::create_dir(&path).unwrap();
     assert!(metrics::read(&path).is_err());
     let log = MetricsLog::resume(&path, 3).unwrap();
-    assert!(log.note().unwrap().contains(": it is not a regular file; the old file is kept as"), "{log:?}");
+    assert!(
+        log.moved_aside().unwrap().contains(": it is not a regular file; the old file is kept as"),
+        "{log:?}"
+    );
     assert_eq!(fs::read(&path).unwrap(), b"");
     // A log without errors gets no note.
-    assert_eq!(MetricsLog::resume(&path, 3).unwrap().note(), None);
+    assert_eq!(MetricsLog::resume(&path, 3).unwrap().moved_aside(), None);
 }
 
 /// Computes CRC-32C bit by bit, after RFC 3720 appendix B.4.

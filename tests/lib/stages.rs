@@ -19,7 +19,7 @@ fn batch() -> Batch {
     targets.push(IGNORE);
     targets[4] = IGNORE;
     let segments = vec![Sample { start: 0, len: 5 }, Sample { start: 5, len: 7 }];
-    Batch { ids, targets, segments, first_token: 0, rows: 2 }
+    Batch { ids, targets, samples: segments, first_token: 0, num_samples: 2 }
 }
 
 fn micro_step(recompute: Recompute) -> MicroStep<'static> {
@@ -55,8 +55,8 @@ fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f
     Ok((loss.unwrap(), engine.store.gradient_norm()?))
 }
 
-/// Asserts that `model`, cut into stages before each of these lists of layers, computes the loss and
-/// the gradients of the whole.
+/// Asserts that `model`, cut into stages before each of these lists of layers, computes the loss
+/// and the gradients of the whole.
 fn assert_stages(model: &str, cuts: &[&[usize]]) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);

@@ -33,16 +33,16 @@ struct Seen {
     formula: u64,
 }
 
-fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
-    run_model("models/tiny-llama", kind, ranks, turns)
+fn run(strategy: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
+    run_model("models/tiny-llama", strategy, ranks, turns)
 }
 
-fn run_model(model: &str, kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
+fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let rank = |end| -> Result<Seen> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
-            ranks: DeviceMesh::new(kind, world)?,
+            mesh: DeviceMesh::new(strategy, world)?,
             reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32, kept: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
@@ -50,7 +50,7 @@ fn run_model(model: &str, kind: ShardingStrategy, ranks: usize, turns: usize) ->
         let mut trainer = Trainer::new(engine, trainer_options())?;
         let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
         trainer.step(&step)?;
-        let before = options.ranks.traffic();
+        let before = options.mesh.traffic();
         trainer.step(&step)?;
         let strategy = &trainer.engine.store;
         let mut elements = [0; 2];
@@ -64,7 +64,7 @@ fn run_model(model: &str, kind: ShardingStrategy, ranks: usize, turns: usize) ->
             }
         }
         Ok(Seen {
-            sent: options.ranks.traffic().since(&before),
+            sent: options.mesh.traffic().since(&before),
             elements,
             embedding,
             tied: trainer.engine.config.tie_word_embeddings,
@@ -154,12 +154,12 @@ fn a_tied_head_leaves_the_table_of_per_layer_inputs() {
 
 /// Returns bytes of values, f32 masters and gradients as stored, and 8 bytes of moments for each
 /// parameter that the rank updates.
-fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
+fn kept(strategy: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<(u64, u64)> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
-            ranks: DeviceMesh::new(kind, world)?,
+            mesh: DeviceMesh::new(strategy, world)?,
             ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;

@@ -35,5 +35,5 @@ pub(crate) fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     let segments = vec![Sample { start: 0, len: ids.len() }];
-    Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+    Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 1 }
 }

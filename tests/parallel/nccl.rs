@@ -182,7 +182,7 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     assert_eq!(shard.read(stream), [3.0 * own; 2]);
 
     // Runs beside a gather, with its own stream and communicator.
-    assert!(nccl.open_reduction_lane()?);
+    assert!(nccl.open_reduction_stream()?);
     let gradients = Values::new(stream, ElementType::F32, &vec![own; 200_006]);
     let summed = Values::new(stream, ElementType::F32, &vec![0.0_f32; 100_003]);
     let part = Values::new(stream, ElementType::F32, &vec![own; 100_003]);

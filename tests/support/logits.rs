@@ -43,10 +43,10 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
         let valid: Vec<u32> =
             ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
-        batch.segments.push(Sample { start: batch.ids.len(), len: valid.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: valid.len() });
         batch.targets.extend(vec![IGNORE; valid.len()]);
         batch.ids.extend(valid);
-        batch.rows += 1;
+        batch.num_samples += 1;
     }
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = base(folder).engine(Trains::Nothing, &options).expect("loads");
@@ -61,7 +61,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     for (row, theirs) in stored.chunks(vocab).enumerate() {
         let (sequence, position) = (row / kept, length - kept + row % kept);
         if mask[sequence * length + position] == 1 {
-            let start = (batch.segments[sequence].start + position) * vocab;
+            let start = (batch.samples[sequence].start + position) * vocab;
             let pairs = theirs.iter().zip(&ours[start..start + vocab]);
             distance = pairs.fold(distance, |most, (theirs, ours)| most.max((theirs - ours).abs()));
             count += 1;

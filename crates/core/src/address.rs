@@ -98,8 +98,8 @@ impl<'a> Authority<'a> {
         if rest.is_empty() {
             return Ok(Authority { host, port: None });
         }
-        let found = rest.strip_prefix(':').unwrap_or(rest);
-        let port = port(found).ok_or_else(|| bad_port(found))?;
+        let digits = rest.strip_prefix(':').unwrap_or(rest);
+        let port = port(digits).ok_or_else(|| bad_port(digits))?;
         Ok(Authority { host, port: Some(port) })
     }
 }
@@ -151,7 +151,7 @@ pub fn check_clock(address: &Uri) -> Result<()> {
     }
     Err(Error::user(format!("cannot ask {} over https", address.host().unwrap_or_default()))
         .because("the clock of this machine is before 1970, so no certificate is valid")
-        .hint("set the clock: `date` shows it"))
+        .hint("set the clock, for example with `timedatectl set-ntp true`"))
 }
 
 /// Refuses an invalid address in the variable that ureq reads its proxy from.
@@ -277,8 +277,8 @@ mod tests {
         for bad in
             ["http://p:8o", "p:0", "ftp://p", "http://ada:geheim@p:99999", "http://a@b:geheim@p", "http://"]
         {
-            let told = check(&[("https_proxy", bad)]).expect_err(bad);
-            assert!(told.contains("https_proxy") && !told.contains("geheim"), "{told}");
+            let message = check(&[("https_proxy", bad)]).expect_err(bad);
+            assert!(message.contains("https_proxy") && !message.contains("geheim"), "{message}");
         }
         assert_eq!(check(&[("ALL_PROXY", "p:1"), ("HTTP_PROXY", "p:0")]), Ok(()), "the first one counts");
         assert!(check(&[("ALL_PROXY", ""), ("HTTP_PROXY", "p:0")]).is_err());

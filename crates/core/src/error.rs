@@ -81,14 +81,14 @@ struct FaultOfStep {
     step: Option<u64>,
 }
 
-/// The function that [`tell_memory_by`] registers.
+/// The function that [`set_memory_report`] registers.
 static MEMORY: OnceLock<fn() -> Option<String>> = OnceLock::new();
 
 /// Registers a function that describes the memory of the current thread's GPU. Every later
 /// out-of-memory error of a GPU quotes it, because the failed operation frees its memory before the
 /// error is shown. Only the first call has an effect.
-pub fn tell_memory_by(teller: fn() -> Option<String>) {
-    MEMORY.get_or_init(|| teller);
+pub fn set_memory_report(report: fn() -> Option<String>) {
+    MEMORY.get_or_init(|| report);
 }
 
 impl Error {
@@ -161,7 +161,7 @@ impl Error {
         let mut error = Self::new(fault.category(), what).hint(fault.hint());
         error.0.device = Some(FaultOfStep { fault, step: None });
         let figures = MEMORY.get().filter(|_| fault == DeviceFault::OutOfMemory);
-        match figures.and_then(|teller| teller()) {
+        match figures.and_then(|report| report()) {
             Some(figures) => error.because(figures),
             None => error,
         }

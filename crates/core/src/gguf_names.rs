@@ -50,8 +50,8 @@ mod tests {
         let all =
             ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf", "mmproj-b.gguf", "b.mmproj.gguf"];
         assert_eq!(gguf_models(all.into_iter()), [all[0], all[2]]);
-        let found = parts_of(Path::new("d/a-00002-of-00002.gguf"));
-        assert_eq!(found, [Path::new("d/a-00001-of-00002.gguf"), Path::new("d/a-00002-of-00002.gguf")]);
+        let paths = parts_of(Path::new("d/a-00002-of-00002.gguf"));
+        assert_eq!(paths, [Path::new("d/a-00001-of-00002.gguf"), Path::new("d/a-00002-of-00002.gguf")]);
         for whole in ["d/a-1-of-2.gguf", "d/a-00001-of-00000.gguf", "d/a.gguf", "d/a-00001-of-99999.gguf"] {
             assert_eq!(parts_of(Path::new(whole)), [Path::new(whole)]);
         }

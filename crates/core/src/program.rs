@@ -29,8 +29,8 @@ pub fn find(name: &str) -> Result<(), String> {
         return Ok(());
     }
     // An existing file that fails the check explains more than all missing ones.
-    let found = places.iter().find(|place| place.is_file()).and_then(|place| check(place).err());
-    Err(found.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`")))
+    let problem = places.iter().find(|place| place.is_file()).and_then(|place| check(place).err());
+    Err(problem.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`")))
 }
 
 /// Checks that `path` is a program that this process may start.
@@ -39,11 +39,11 @@ pub fn find(name: &str) -> Result<(), String> {
 /// The text names the path and the reason why it cannot be started.
 pub fn check(path: &Path) -> Result<(), String> {
     let shown = path.display();
-    let found = path.metadata().map_err(|error| match error.kind() {
+    let metadata = path.metadata().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => format!("{shown} does not exist"),
         _ => format!("cannot look at {shown}: {error}"),
     })?;
-    if !found.is_file() {
+    if !metadata.is_file() {
         return Err(format!("{shown} is not a file"));
     }
     let is_executable = CString::new(path.as_os_str().as_bytes()).is_ok_and(|path| {

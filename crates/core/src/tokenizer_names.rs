@@ -7,7 +7,7 @@ pub const TEKKEN: &str = "tekken.json";
 /// The other name of a vocabulary of tiktoken.
 pub const TIKTOKEN: &str = "tiktoken.model";
 /// A model of sentencepiece, or a vocabulary of tiktoken as Llama 3 has it.
-pub const TOKENIZER_MODEL: &str = "tokenizer.model";
+const TOKENIZER_MODEL: &str = "tokenizer.model";
 /// The vocabulary of the first Qwen models, in the format of tiktoken.
 pub const QWEN: &str = "qwen.tiktoken";
 

@@ -26,12 +26,12 @@ pub struct Batch {
     /// Token to predict at each position, `[T]`, or [`IGNORE`], as always at the end of a segment.
     pub targets: Vec<u32>,
     /// The samples, in order; together they cover the T tokens.
-    pub segments: Vec<Sample>,
+    pub samples: Vec<Sample>,
     /// Index of the first token in the step's global batch. Dropout is keyed by it and so does not
     /// depend on how the batch is split.
     pub first_token: u64,
     /// Number of samples.
-    pub rows: usize,
+    pub num_samples: usize,
 }
 
 impl Batch {
@@ -41,14 +41,14 @@ impl Batch {
         for example in examples {
             let example = example.borrow();
             let len = example.ids.len();
-            batch.segments.push(Sample { start: batch.ids.len(), len });
+            batch.samples.push(Sample { start: batch.ids.len(), len });
             batch.ids.extend_from_slice(&example.ids);
             let next = example.ids.iter().zip(&example.trained).skip(1);
             batch.targets.extend(next.map(|(id, trained)| if *trained { *id } else { IGNORE }));
             if len > 0 {
                 batch.targets.push(IGNORE);
             }
-            batch.rows += 1;
+            batch.num_samples += 1;
         }
         batch
     }
@@ -99,7 +99,7 @@ impl Step {
     /// Returns the micro-batches of `rank` among the `size` ranks that get different rows: every
     /// `size`-th one. A rank without one in the last round gets one without targets, so all ranks
     /// have equally many.
-    pub fn turns(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
+    pub fn local_micro_batches(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
         let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.without_targets()));
         let turns = self.micro_batches.len().div_ceil(size);
         let turn = |i| self.micro_batches.get(i * size + rank).map(Cow::Borrowed).or_else(idle);
@@ -152,16 +152,16 @@ mod tests {
         let batch = Batch::new(&rows, 40);
         assert_eq!(batch.ids, [5, 6, 7, 8, 9, 10, 11]);
         assert_eq!(batch.targets, [6, 7, IGNORE, IGNORE, IGNORE, 11, IGNORE]);
-        let segments: Vec<_> = batch.segments.iter().map(|s| (s.start, s.len)).collect();
+        let segments: Vec<_> = batch.samples.iter().map(|s| (s.start, s.len)).collect();
         assert_eq!(segments, [(0, 3), (3, 1), (4, 3)]);
-        assert_eq!((batch.valid(), batch.rows, batch.first_token), (3, 3, 40));
+        assert_eq!((batch.valid(), batch.num_samples, batch.first_token), (3, 3, 40));
     }
 
     #[test]
     fn evaluation_takes_every_row_once_in_order() {
         let rows: Vec<_> = [3, 4, 9, 1, 1].iter().map(|n| example(&vec![2; *n], &vec![1; *n])).collect();
         let batches: Vec<_> = in_order(&rows, 7).collect();
-        assert_eq!(batches.iter().map(|b| b.rows).collect::<Vec<_>>(), [2, 1, 2]);
+        assert_eq!(batches.iter().map(|b| b.num_samples).collect::<Vec<_>>(), [2, 1, 2]);
         assert_eq!(batches.iter().map(|b| b.first_token).collect::<Vec<_>>(), [0, 7, 16]);
     }
 }

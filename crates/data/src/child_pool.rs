@@ -32,7 +32,7 @@ const REFUSED: u8 = 1;
 const ANSWERED: u8 = 0;
 
 /// Number of rows that may end their child or use up their time before the pool gives up.
-const MOST_ENDED: usize = 16;
+pub(super) const MOST_ENDED: usize = 16;
 /// Total time that a run waits while it has no child and the system starts none.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval between two attempts to get a child.
@@ -140,8 +140,8 @@ impl ChildPool {
         };
         match asked {
             Ok(answer) => {
-                let (taken, answer) = taken_apart(&answer)?;
-                budget.spend(taken);
+                let (time, answer) = taken_apart(&answer)?;
+                budget.spend(time);
                 answer.map_err(ChildEnd::ByInput)
             }
             Err(ChildEnd::ByInput(why)) => Err(self.ended_by_row(budget, why)),
@@ -282,8 +282,8 @@ pub(super) fn serve<W>(
             Ok(body) => (ANSWERED, body),
             Err(why) => (REFUSED, why.into_bytes()),
         };
-        let taken = time_taken().saturating_sub(begun).as_micros() as u64;
-        write_frame(&mut answers, &[&taken.to_le_bytes()[..], &[kind], &body].concat())?;
+        let micros = time_taken().saturating_sub(begun).as_micros() as u64;
+        write_frame(&mut answers, &[&micros.to_le_bytes()[..], &[kind], &body].concat())?;
         answers.flush()
     };
     let mut begin = || -> Option<io::Result<(Duration, Vec<u8>)>> {
@@ -329,8 +329,8 @@ mod tests {
     #[test]
     fn an_answer_has_its_time_and_its_kind() {
         let answer = |kind: u8| [&1500_u64.to_le_bytes()[..], &[kind], b"ab"].concat();
-        let (taken, text) = taken_apart(&answer(ANSWERED)).unwrap();
-        assert_eq!((taken, text), (Duration::from_micros(1500), Ok(b"ab".to_vec())));
+        let (time, text) = taken_apart(&answer(ANSWERED)).unwrap();
+        assert_eq!((time, text), (Duration::from_micros(1500), Ok(b"ab".to_vec())));
         assert_eq!(taken_apart(&answer(REFUSED)).unwrap().1, Err("ab".to_owned()));
         assert!(taken_apart(&answer(ANSWERED)[..8]).is_err());
     }

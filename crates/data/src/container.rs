@@ -168,9 +168,9 @@ fn read_text(
             let first = text.bytes.trim_ascii_start().first();
             match first {
                 Some(found) if kind == FileKind::Json && !b"[{".contains(found) => {
-                    let found = String::from_utf8_lossy(text.bytes.trim_ascii_start());
-                    let found = found.chars().next().unwrap_or_default();
-                    let why = format!("it begins with {found:?}; a JSON array or object is needed");
+                    let content = String::from_utf8_lossy(text.bytes.trim_ascii_start());
+                    let first_char = content.chars().next().unwrap_or_default();
+                    let why = format!("it begins with {first_char:?}; a JSON array or object is needed");
                     Err(Error::user(format!("cannot read the data file {}", file.display())).because(why))
                 }
                 _ => json_reader::rows(&text, source),

@@ -200,56 +200,56 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
     let Value::Object(message) = message else {
         return Err(format!("is {}; an object is needed", json_type(message)));
     };
-    let mut kept: Map<String, Value> =
+    let mut fields: Map<String, Value> =
         message.iter().filter(|(_, value)| !value.is_null()).map(|(k, v)| (k.clone(), v.clone())).collect();
-    if !kept.contains_key("role")
-        && let Some(from) = kept.shift_remove("from")
+    if !fields.contains_key("role")
+        && let Some(from) = fields.shift_remove("from")
     {
-        kept.insert("role".to_owned(), from);
+        fields.insert("role".to_owned(), from);
     }
-    if !kept.contains_key("content")
-        && let Some(value) = kept.shift_remove("value")
+    if !fields.contains_key("content")
+        && let Some(value) = fields.shift_remove("value")
     {
-        kept.insert("content".to_owned(), value);
+        fields.insert("content".to_owned(), value);
     }
-    let counts = counts(&mut kept)?;
-    let role = match kept.get("role") {
+    let counts = counts(&mut fields)?;
+    let role = match fields.get("role") {
         Some(Value::String(role)) => role.trim().to_owned(),
         _ => return Err("has no `role` (or `from`) text".to_owned()),
     };
     let (role, is_call) = regular_role(&role)?;
-    kept.insert("role".to_owned(), Value::from(role));
-    if is_call && !kept.contains_key("tool_calls") {
-        call_of_content(&mut kept)?;
+    fields.insert("role".to_owned(), Value::from(role));
+    if is_call && !fields.contains_key("tool_calls") {
+        call_of_content(&mut fields)?;
     }
-    call_of_key(&mut kept)?;
-    reasoning(&mut kept)?;
-    let has_calls = kept.get("tool_calls").is_some_and(|calls| calls != &json!([]));
-    match kept.shift_remove("content") {
-        Some(Value::String(text)) => kept.insert("content".to_owned(), Value::String(text)),
+    call_of_key(&mut fields)?;
+    reasoning(&mut fields)?;
+    let has_calls = fields.get("tool_calls").is_some_and(|calls| calls != &json!([]));
+    match fields.shift_remove("content") {
+        Some(Value::String(text)) => fields.insert("content".to_owned(), Value::String(text)),
         Some(Value::Array(parts)) => {
-            sort_parts(parts, &mut kept)?;
+            sort_parts(parts, &mut fields)?;
             None
         }
-        None if has_calls || kept.contains_key("reasoning_content") => {
-            kept.insert("content".to_owned(), Value::from(""))
+        None if has_calls || fields.contains_key("reasoning_content") => {
+            fields.insert("content".to_owned(), Value::from(""))
         }
         None => return Err("has no `content` (or `value`)".to_owned()),
         // A tool's result may be JSON that is no text yet.
-        Some(result @ Value::Object(_)) if kept["role"] == "tool" => {
-            kept.insert("content".to_owned(), Value::String(jinja::json_text(&result)))
+        Some(result @ Value::Object(_)) if fields["role"] == "tool" => {
+            fields.insert("content".to_owned(), Value::String(jinja::json_text(&result)))
         }
         Some(other) => {
             return Err(format!("has {} as `content`; text or parts are needed", json_type(&other)));
         }
     };
-    if let Some(calls) = kept.shift_remove("tool_calls") {
+    if let Some(calls) = fields.shift_remove("tool_calls") {
         let calls = tool_calls(calls)?;
         if !calls.is_empty() {
-            kept.insert("tool_calls".to_owned(), Value::Array(calls));
+            fields.insert("tool_calls".to_owned(), Value::Array(calls));
         }
     }
-    Ok((Value::Object(in_order(kept)), counts))
+    Ok((Value::Object(in_order(fields)), counts))
 }
 
 /// Returns the role name that chat templates know, and true if the content is a call by the
@@ -299,21 +299,21 @@ fn call_of_key(message: &mut Map<String, Value>) -> Result<(), String> {
 
 /// Moves reasoning to the key `reasoning_content`.
 fn reasoning(message: &mut Map<String, Value>) -> Result<(), String> {
-    let mut found = None;
+    let mut reasoning = None;
     for key in REASONING_KEYS {
         match message.shift_remove(key) {
             None => {}
             Some(Value::String(text)) if text.is_empty() => {}
-            Some(Value::String(text)) => match &found {
+            Some(Value::String(text)) => match &reasoning {
                 Some((other, earlier)) if *earlier != text => {
                     return Err(format!("has `{other}` and `{key}`, which differ"));
                 }
-                _ => found = Some((key, text)),
+                _ => reasoning = Some((key, text)),
             },
             Some(other) => return Err(format!("has {} as `{key}`; text is needed", json_type(&other))),
         }
     }
-    message.extend(found.map(|(_, text)| ("reasoning_content".to_owned(), Value::String(text))));
+    message.extend(reasoning.map(|(_, text)| ("reasoning_content".to_owned(), Value::String(text))));
     Ok(())
 }
 
@@ -331,7 +331,7 @@ fn in_order(mut message: Map<String, Value>) -> Map<String, Value> {
 
 /// Removes the keys that switch training; returns true if the message is trained, the default.
 fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
-    let mut said: Option<(&str, bool)> = None;
+    let mut first: Option<(&str, bool)> = None;
     for key in WEIGHT_KEYS {
         let Some(value) = message.shift_remove(key) else { continue };
         let number = value.as_f64();
@@ -340,14 +340,14 @@ fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
             None if number == Some(0.0) || number == Some(1.0) => number == Some(1.0),
             None => return Err(format!("has the `{key}` {value}; true, false, 0 or 1 is needed")),
         };
-        match said {
+        match first {
             Some((other, earlier)) if earlier != counts => {
                 return Err(format!("has `{other}` and `{key}`, which contradict each other"));
             }
-            _ => said = Some((key, counts)),
+            _ => first = Some((key, counts)),
         }
     }
-    Ok(said.is_none_or(|(_, counts)| counts))
+    Ok(first.is_none_or(|(_, counts)| counts))
 }
 
 /// Reads a boolean, 0, 1 or their text; CSV has no booleans.

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::conversation::{text_of, texts_of};
 use super::spans::TrainedChat;
-pub use super::template_form::ChatField;
+pub(crate) use super::template_form::ChatField;
 use super::template_form::TemplateForm;
 use super::{Origin, jinja};
 use crate::units;
@@ -95,9 +95,9 @@ impl NoteCounts {
 impl fmt::Display for NoteCounts {
     /// One line for each kind of note, each after a line end.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (always, says) in [(true, "prints no"), (false, "leaves out some")] {
+        for (always, verb) in [(true, "prints no"), (false, "leaves out some")] {
             let parts = self.dropped.iter().filter(|(part, _)| part.always == always);
-            let parts: Vec<String> = parts.map(|(part, counts)| dropped_part(says, part, *counts)).collect();
+            let parts: Vec<String> = parts.map(|(part, counts)| dropped_part(verb, part, *counts)).collect();
             if !parts.is_empty() {
                 write!(f, "\nwarning: the chat template {}", parts.join(", "))?;
             }
@@ -140,11 +140,11 @@ impl fmt::Display for NoteCounts {
     }
 }
 
-fn dropped_part(says: &str, part: &DroppedPart, (messages, rows): (usize, usize)) -> String {
+fn dropped_part(verb: &str, part: &DroppedPart, (messages, rows): (usize, usize)) -> String {
     let rows_of = units::counted(rows, "row");
     match part.field {
-        ChatField::Tools => format!("{says} {part} ({rows_of})"),
-        _ => format!("{says} {part} ({} in {rows_of})", units::count(messages as u64)),
+        ChatField::Tools => format!("{verb} {part} ({rows_of})"),
+        _ => format!("{verb} {part} ({} in {rows_of})", units::count(messages as u64)),
     }
 }
 
@@ -161,14 +161,14 @@ pub(super) const KNOWN_ROLES: [&str; 5] = ["system", "developer", "user", "assis
 
 /// Unknown roles of untrained messages, with the number of messages.
 pub(super) fn unknown_roles(messages: &[Value], trained: &[bool]) -> BTreeMap<String, usize> {
-    let mut found = BTreeMap::new();
+    let mut counts = BTreeMap::new();
     for (message, _) in messages.iter().zip(trained).filter(|(_, trained)| !**trained) {
         let role = message["role"].as_str().unwrap_or_default();
         if !KNOWN_ROLES.contains(&role) {
-            *found.entry(role.to_owned()).or_default() += 1;
+            *counts.entry(role.to_owned()).or_default() += 1;
         }
     }
-    found
+    counts
 }
 
 /// The parts that a message has.
@@ -202,9 +202,9 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
 fn stands(text: &str, printed: &str) -> bool {
     let mut at = 0;
     let mut follows = |line: &str| {
-        let place = place_of(line, &printed[at..]);
-        at += place.unwrap_or(0);
-        place.is_some() || place_of(line, printed).is_some()
+        let offset = place_of(line, &printed[at..]);
+        at += offset.unwrap_or(0);
+        offset.is_some() || place_of(line, printed).is_some()
     };
     place_of(text.trim(), printed).is_some() || lines_of(text).all(&mut follows)
 }

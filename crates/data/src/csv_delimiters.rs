@@ -27,11 +27,11 @@ pub(super) fn find(bytes: &[u8], promised: u8) -> TableStart {
         return TableStart { start: 5 + line_end.len(), lines_before: 1, ..plain(*delimiter) };
     }
     let others = KNOWN.into_iter().filter(|known| *known != promised);
-    let found = match counts(bytes, promised).first() {
+    let best = match counts(bytes, promised).first() {
         Some(1) => others.max_by_key(|other| equal_fields(bytes, *other).unwrap_or(0)),
         _ => None,
     };
-    match found.filter(|other| equal_fields(bytes, *other).is_some()) {
+    match best.filter(|other| equal_fields(bytes, *other).is_some()) {
         Some(delimiter) => TableStart {
             note: Some(format!("has fields separated by {:?}, by its header", char::from(delimiter))),
             ..plain(delimiter)
@@ -72,11 +72,11 @@ mod tests {
             ("text\n", b',', b','),
             ("", b',', b','),
         ] {
-            let found = find(text.as_bytes(), promised);
-            assert_eq!((found.delimiter, found.start), (delimiter, 0), "{text:?}");
-            assert_eq!(found.note.is_some(), delimiter != promised, "{text:?}");
+            let start = find(text.as_bytes(), promised);
+            assert_eq!((start.delimiter, start.start), (delimiter, 0), "{text:?}");
+            assert_eq!(start.note.is_some(), delimiter != promised, "{text:?}");
         }
-        let found = find(b"sep=;\r\na;b\r\n", b',');
-        assert_eq!((found.delimiter, found.start, found.lines_before), (b';', 7, 1));
+        let start = find(b"sep=;\r\na;b\r\n", b',');
+        assert_eq!((start.delimiter, start.start, start.lines_before), (b';', 7, 1));
     }
 }

@@ -42,10 +42,10 @@ pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> 
         return Err(cannot(format!("its header names the column {twice:?} twice")));
     }
     let mut record = csv::ByteRecord::new();
-    let mut place = LineCounter { bytes: &text.bytes, at: table.start, line: 1 + table.lines_before };
+    let mut counter = LineCounter { bytes: &text.bytes, at: table.start, line: 1 + table.lines_before };
     while reader.read_byte_record(&mut record).map_err(failed)? {
         let start = record.position().map_or(0, csv::Position::byte);
-        let line = place.line_of(table.start + start as usize);
+        let line = counter.line_of(table.start + start as usize);
         let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {
             Ok(value) => {

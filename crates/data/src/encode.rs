@@ -36,7 +36,7 @@ pub struct Example {
     pub trained: Vec<bool>,
     /// File and position of the row.
     pub origin: Origin,
-    /// The [group](super::example_source::ExampleSource::group) that it belongs to.
+    /// The [group](super::ExampleSource::group) that it belongs to.
     pub group: Option<u32>,
 }
 
@@ -313,8 +313,8 @@ impl<'a> Encoder<'a> {
         if let Some(control) = self.control.get() {
             return Ok(control.as_ref());
         }
-        let found = ControlTokens::new(self.tokenizer, template)?;
-        Ok(self.control.get_or_init(|| found).as_ref())
+        let tokens = ControlTokens::new(self.tokenizer, template)?;
+        Ok(self.control.get_or_init(|| tokens).as_ref())
     }
 
     /// The special tokens that the texts of a chat hold: contents, reasoning, calls and tools.

@@ -1,4 +1,12 @@
-//! Where examples come from: rows in memory today, rows that are read while the run goes on later.
+//! Source of examples: rows in memory.
+//!
+//! The number of examples is exact, and not a hint. An epoch permutes the indices of all examples,
+//! packing fills micro-batches by their lengths, and the number of steps, and with it the schedule
+//! of the learning rate, follows from both. A source that reads its rows from files during the run
+//! fits if it knows number and lengths beforehand, for example from an index. A stream of unknown
+//! length has no permutation and no epoch. It implements [`StepSource`](super::StepSource)
+//! instead: the recipe then sets its `total_steps` (`train.max_steps`), and its longest
+//! micro-batch may be unknown.
 
 use std::borrow::Cow;
 use std::fmt::Debug;

@@ -91,26 +91,26 @@ impl FileFormats {
     }
 
     fn detect(rows: &[RawRow]) -> Result<Self> {
-        let mut found = Vec::new();
+        let mut formats = Vec::new();
         // The rows of a file are consecutive.
         for rows in rows.chunk_by(|a, b| a.origin.file == b.origin.file) {
             let detected = match rows[0].format {
                 None | Some(DataFormat::Auto) => detect(rows)?,
                 Some(format) => (format, format!("{format}: as its source says")),
             };
-            found.push((&rows[0].origin.file, detected));
+            formats.push((&rows[0].origin.file, detected));
         }
-        let first = found.first().map(|(_, (format, _))| *format);
-        let why = if found.iter().all(|(_, (format, _))| Some(*format) == first) {
+        let first = formats.first().map(|(_, (format, _))| *format);
+        let why = if formats.iter().all(|(_, (format, _))| Some(*format) == first) {
             match rows[0].format {
                 None | Some(DataFormat::Auto) => detect(rows)?.1,
-                Some(_) => found[0].1.1.clone(),
+                Some(_) => formats[0].1.1.clone(),
             }
         } else {
-            let each = found.iter().map(|(file, (_, why))| format!("\n  {}: {why}", file.display()));
+            let each = formats.iter().map(|(file, (_, why))| format!("\n  {}: {why}", file.display()));
             format!("each file by its own rows:{}", each.collect::<String>())
         };
-        let files = found.into_iter().map(|(file, (format, _))| (Arc::clone(file), format)).collect();
+        let files = formats.into_iter().map(|(file, (format, _))| (Arc::clone(file), format)).collect();
         Ok(FileFormats { files, otherwise: DataFormat::Auto, why })
     }
 
@@ -151,14 +151,14 @@ impl FileFormats {
     /// The first row of each format that converts without a fault.
     pub(super) fn first_good_rows<'a>(&self, rows: &'a [RawRow]) -> Vec<&'a RawRow> {
         let mut seen = Vec::new();
-        let mut found = Vec::new();
+        let mut examples = Vec::new();
         for row in rows {
             let format = self.of(row);
             if !seen.contains(&format) && convert(&row.value, format).is_ok() {
                 seen.push(format);
-                found.push(row);
+                examples.push(row);
             }
         }
-        found
+        examples
     }
 }

@@ -133,12 +133,12 @@ fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
         _ => format.keys().split(", ").collect(),
     };
     let row = rows.iter().find(|row| format.fits(&row.value));
-    let found: Vec<String> = wanted
+    let values: Vec<String> = wanted
         .into_iter()
         .filter(|key| row.is_some_and(|row| row.value.contains_key(*key)))
         .map(|key| format!("`{key}`"))
         .collect();
-    found.join(", ")
+    values.join(", ")
 }
 
 /// Returns whether the keys of a row are those of some format.

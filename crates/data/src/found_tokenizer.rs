@@ -44,7 +44,7 @@ impl FoundTokenizer {
     /// Fails with the reason if they describe no tokenizer, or one with too large ids.
     pub(super) fn parse(bytes: &[u8], invalid: &str) -> Result<Self, String> {
         tokenizer_outline::check(bytes)?;
-        let found = contained(|| {
+        let parsed = contained(|| {
             let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
             // Files saved after use may hold these; they would silently cut or pad rows.
             inner.with_truncation(None)?;
@@ -52,7 +52,7 @@ impl FoundTokenizer {
             let dropout = without_dropout(&mut inner);
             Ok((inner, dropout))
         });
-        let (inner, dropout) = found.map_err(|why| format!("{invalid}: {why}"))?;
+        let (inner, dropout) = parsed.map_err(|why| format!("{invalid}: {why}"))?;
         let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
         match largest {
             Some((token, id)) if id >= tokenizer_outline::MAX_ID => {

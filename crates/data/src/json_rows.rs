@@ -50,7 +50,7 @@ fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> b
 /// The byte ranges of the elements of the array at `start`, and the end of the array; `None`
 /// without an end.
 fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
-    let mut found = Vec::new();
+    let mut ranges = Vec::new();
     let mut from = start + 1;
     let mut ended = false;
     walk(bytes, start, |at, byte, depth| {
@@ -60,27 +60,27 @@ fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usiz
             // `[]` and a comma before the end add no element.
             let is_end = range.is_empty() && closes;
             if !is_end {
-                found.push(range);
+                ranges.push(range);
             }
             from = at + 1;
         }
         ended = closes;
         closes
     });
-    ended.then_some((found, from))
+    ended.then_some((ranges, from))
 }
 
 /// The byte at which the value of each member of the object at `start` begins.
 pub(super) fn member_starts(bytes: &[u8], start: usize) -> Vec<usize> {
-    let mut found = Vec::new();
+    let mut starts = Vec::new();
     walk(bytes, start, |at, byte, depth| {
         if byte == b':' && depth == 1 {
             let value = bytes[at + 1..].iter().position(|byte| !byte.is_ascii_whitespace());
-            found.push(at + 1 + value.unwrap_or(0));
+            starts.push(at + 1 + value.unwrap_or(0));
         }
         byte == b'}' && depth == 1
     });
-    found
+    starts
 }
 
 /// The elements of the array that begins `part`, and the end of the array. `None` if `part` begins
@@ -90,11 +90,11 @@ pub(super) fn elements(bytes: &[u8], part: &JsonPart) -> Option<(Vec<JsonPart>, 
         return None;
     }
     let (mut line, mut counted) = (part.line, part.range.start);
-    let place = |range: Range<usize>| {
+    let part_at = |range: Range<usize>| {
         line += line_ends(&bytes[counted..range.start]);
         counted = range.start;
         JsonPart { line, range }
     };
     let (ranges, end) = element_ranges(&bytes[..part.range.end], part.range.start)?;
-    Some((ranges.into_iter().map(place).collect(), end))
+    Some((ranges.into_iter().map(part_at).collect(), end))
 }

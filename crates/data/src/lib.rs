@@ -22,10 +22,8 @@
 //! reason, and [`OnBadRow`] decides whether it ends the run.
 
 pub mod batch;
-pub mod coverage;
 pub mod dataset;
 pub mod encode;
-pub mod example_source;
 pub mod format;
 pub mod pack;
 pub mod prompts;
@@ -33,7 +31,6 @@ pub mod sampler;
 pub mod sandbox;
 pub mod sandboxed;
 pub mod source;
-pub mod step_source;
 pub mod template;
 pub mod tokenizer;
 
@@ -43,9 +40,11 @@ mod child_pool;
 mod container;
 mod control_tokens;
 mod conversation;
+mod coverage;
 mod csv_delimiters;
 mod csv_rows;
 mod encoded;
+mod example_source;
 mod expansion;
 mod figures;
 mod file_formats;
@@ -69,6 +68,7 @@ mod saved_dataset;
 mod settle;
 mod spans;
 mod special_token;
+mod step_source;
 mod table_rows;
 mod table_values;
 mod taken_rows;

@@ -114,7 +114,8 @@ fn is_linear_part(part: &Value) -> bool {
     }
 }
 
-/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`, and is short.
+/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`, and is
+/// short.
 fn is_choice_of_texts(pattern: &str) -> bool {
     let mut characters = pattern.chars();
     let mut length = 0;
@@ -149,13 +150,13 @@ mod tests {
             .nth(2)
             .unwrap()
             .join("tests/golden/models");
-        let mut found = 0;
+        let mut models_seen = 0;
         for model in std::fs::read_dir(models).unwrap() {
             let Ok(bytes) = std::fs::read(model.unwrap().path().join("tokenizer.json")) else { continue };
             assert!(is_linear(&tokenizers::Tokenizer::from_bytes(&bytes).unwrap()));
-            found += 1;
+            models_seen += 1;
         }
-        assert!(found > 0);
+        assert!(models_seen > 0);
         for pattern in PATTERNS {
             let split = serde_json::json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
             assert!(is_linear(&tokenizer(&format!(r#""pre_tokenizer": {split}"#))), "{pattern}");

@@ -50,8 +50,8 @@ impl TokenLists<'_> {
     /// The text of the token with this name, from tokenizer_config.json or else
     /// special_tokens_map.json.
     pub(super) fn text(&self, name: &str) -> Option<String> {
-        let found = self.value(name).or_else(|| self.map.get(name));
-        found.and_then(|value| token(value, true)).map(|token| token.content)
+        let token_value = self.value(name).or_else(|| self.map.get(name));
+        token_value.and_then(|value| token(value, true)).map(|token| token.content)
     }
 
     /// The names of tokens: those of transformers, then those of the model alone, such as
@@ -207,7 +207,7 @@ mod tests {
             "additional_special_tokens": ["x", "a"]
         });
         let older = json!({"unk_token": "<unk>", "additional_special_tokens": ["y"]});
-        let found = texts(&config, &older, &json!({"<z>": 7}));
+        let actual = texts(&config, &older, &json!({"<z>": 7}));
         let expected = [
             ("a", true, false),
             ("b", true, true),
@@ -216,17 +216,17 @@ mod tests {
             ("x", true, false),
         ];
         let expected: Vec<_> = expected.into_iter().map(|(text, s, n)| (text.to_owned(), s, n)).collect();
-        assert_eq!(found, expected);
+        assert_eq!(actual, expected);
     }
 
     #[test]
     fn the_older_files_count_without_the_newer_list() {
         let map =
             json!({"pad_token": {"content": "<pad>", "lstrip": true}, "additional_special_tokens": ["y"]});
-        let found = texts(&json!({"pad_token": "no"}), &map, &json!({"<z>": 7, "<pad>": 2}));
+        let actual = texts(&json!({"pad_token": "no"}), &map, &json!({"<z>": 7, "<pad>": 2}));
         let expected =
             [("<pad>", true, false), ("<own>", true, false), ("<z>", false, true), ("y", true, false)];
         let expected: Vec<_> = expected.into_iter().map(|(text, s, n)| (text.to_owned(), s, n)).collect();
-        assert_eq!(found, expected);
+        assert_eq!(actual, expected);
     }
 }

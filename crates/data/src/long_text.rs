@@ -75,7 +75,7 @@ pub(super) fn for_each_piece(
 fn no_place(text: &str) -> Error {
     Error::user(format!("cannot encode a text of {} bytes", text.len()))
         .because("its tokens depend on distant text at every position, so it cannot be cut")
-        .hint("divide it into rows")
+        .hint("divide it into rows of at most 384 KiB, which are encoded whole")
 }
 
 /// The last boundary of a character up to `at`.
@@ -116,10 +116,10 @@ fn places(text: &str, range: Range<usize>) -> Vec<usize> {
     let line = |at: &usize| bytes[at - 1] == b'\n' && word(*at);
     let space = |at: &usize| word(at - 1) && bytes[*at] == b' ' && word(at + 1);
     let any = |at: &usize| text.is_char_boundary(*at);
-    let mut found: Vec<usize> = range.clone().rev().filter(line).take(TRIES).collect();
-    found.extend(range.clone().rev().filter(space).take(TRIES));
-    found.extend(range.rev().filter(any).take(TRIES));
-    found
+    let mut boundaries: Vec<usize> = range.clone().rev().filter(line).take(TRIES).collect();
+    boundaries.extend(range.clone().rev().filter(space).take(TRIES));
+    boundaries.extend(range.rev().filter(any).take(TRIES));
+    boundaries
 }
 
 /// The number of tokens before `place`; `None` if a token spans it.

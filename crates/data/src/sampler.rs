@@ -313,7 +313,10 @@ mod tests {
     fn the_generator_is_splitmix64() {
         // The first outputs for the seed 1234567, as in the reference implementation by Vigna.
         let mut random = Random(1_234_567);
-        let found: Vec<u64> = (0..3).map(|_| random.next()).collect();
-        assert_eq!(found, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+        let numbers: Vec<u64> = (0..3).map(|_| random.next()).collect();
+        assert_eq!(
+            numbers,
+            [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
+        );
     }
 }

@@ -161,12 +161,12 @@ impl SandboxedChild {
                 _ => ChildEnd::ByMachine(lost(format!("its answers cannot be read: {error}"))),
             };
         }
-        let mut said = String::new();
+        let mut stderr = String::new();
         if let Some(errors) = &mut self.process.stderr {
-            let _ = errors.take(4096).read_to_string(&mut said);
+            let _ = errors.take(4096).read_to_string(&mut stderr);
         }
         match self.process.wait() {
-            Ok(status) => ended(status, &said),
+            Ok(status) => ended(status, &stderr),
             Err(error) => ChildEnd::ByMachine(lost(format!("its process was lost: {error}"))),
         }
     }
@@ -204,16 +204,16 @@ fn lost(why: String) -> Error {
     .because(why)
 }
 
-/// Classifies the end of a child that wrote `said` to its standard error.
-fn ended(status: ExitStatus, said: &str) -> ChildEnd {
-    if said.contains("memory allocation") || said.contains("out of memory") {
-        if said.contains(NOT_GRANTED) {
+/// Classifies the end of a child that wrote `stderr` to its standard error.
+fn ended(status: ExitStatus, stderr: &str) -> ChildEnd {
+    if stderr.contains("memory allocation") || stderr.contains("out of memory") {
+        if stderr.contains(NOT_GRANTED) {
             let why = "it needs more memory than the machine allows (`ulimit -v`, `ulimit -d`)";
             return ChildEnd::ByMachine(lost(why.to_owned()).hint(MORE_MEMORY));
         }
         return ChildEnd::ByInput(format!("it needs more than {} MiB of memory", MEMORY_BYTES >> 20));
     }
-    if said.contains("overflowed its stack") {
+    if stderr.contains("overflowed its stack") {
         return ChildEnd::ByInput("it nests too deep".to_owned());
     }
     match (status.signal(), status.code()) {
@@ -233,7 +233,7 @@ fn ended(status: ExitStatus, said: &str) -> ChildEnd {
         (Some(signal), _) => ChildEnd::ByMachine(lost(format!("it was ended by signal {signal}"))),
         // The program loader exits with 127 if it gets no memory or files.
         (None, Some(code)) if code == i32::from(REFUSED_BY_SYSTEM) || code == 127 => {
-            ChildEnd::ByMachine(lost(format!("the system refused a resource: {}", said.trim())))
+            ChildEnd::ByMachine(lost(format!("the system refused a resource: {}", stderr.trim())))
         }
         (None, _) => ChildEnd::ByInput(format!("its process ended with {status}")),
     }
@@ -299,8 +299,8 @@ mod tests {
     /// raise.
     #[test]
     fn an_end_from_outside_is_no_fault_of_the_input() {
-        let by_signal = |signal, said: &str| ended(ExitStatus::from_raw(signal), said);
-        let by_code = |code: i32, said: &str| ended(ExitStatus::from_raw(code << 8), said);
+        let by_signal = |signal, stderr: &str| ended(ExitStatus::from_raw(signal), stderr);
+        let by_code = |code: i32, stderr: &str| ended(ExitStatus::from_raw(code << 8), stderr);
         for end in [
             by_signal(libc::SIGPROF, ""),
             by_signal(libc::SIGABRT, "memory allocation of 9 bytes failed"),

@@ -27,7 +27,7 @@ pub(super) struct SandboxLimits {
     /// not report it.
     own_bytes: Cell<Option<u64>>,
     /// True after the note to the parent that the machine grants less.
-    told: Cell<bool>,
+    has_warned: Cell<bool>,
 }
 
 /// Limits this process's signals, files and core dumps.
@@ -44,7 +44,7 @@ pub(super) fn confine() -> io::Result<SandboxLimits> {
     limit(libc::RLIMIT_CORE, 0)?;
     limit(libc::RLIMIT_FSIZE, 0)?;
     limit(libc::RLIMIT_NOFILE, FILES)?;
-    Ok(SandboxLimits { own_bytes: Cell::new(address_space()), told: Cell::new(false) })
+    Ok(SandboxLimits { own_bytes: Cell::new(address_space()), has_warned: Cell::new(false) })
 }
 
 /// Processor time that this process has used so far.
@@ -66,7 +66,7 @@ impl SandboxLimits {
             let wanted = own.saturating_add(MEMORY_BYTES).saturating_add(bytes.saturating_mul(16));
             let granted = limit_now(libc::RLIMIT_AS, wanted)?;
             if granted < wanted || limits_of(libc::RLIMIT_DATA)?.rlim_cur < wanted - own {
-                self.tell_once();
+                self.warn_once();
             }
         }
         // A timer of zero would never end.
@@ -78,8 +78,8 @@ impl SandboxLimits {
         self.own_bytes.set(address_space());
     }
 
-    fn tell_once(&self) {
-        if !self.told.replace(true) {
+    fn warn_once(&self) {
+        if !self.has_warned.replace(true) {
             drop(writeln!(io::stderr(), "{NOT_GRANTED}"));
         }
     }

@@ -36,7 +36,7 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
             folder.display()
         )));
     }
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for file in files {
         let name = file.get("filename").and_then(Value::as_str).unwrap_or_default();
         let file = folder.join(name);
@@ -48,9 +48,9 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
                 cannot(format!("{STATE} names {name}, which does not exist")).hint("copy the whole folder")
             );
         }
-        found.push(file);
+        paths.push(file);
     }
-    Ok(Some(found))
+    Ok(Some(paths))
 }
 
 /// Returns whether a file of this name is a cache of datasets, with rows computed from others.

@@ -49,22 +49,22 @@ impl Found {
 /// # Errors
 /// Fails with the reason if the row's format requires one of these values.
 pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, String> {
-    let mut found = Vec::new();
+    let mut problems = Vec::new();
     for (key, value) in &mut row {
         let mut below = Vec::new();
         take_marks(value, &mut vec![PathStep::Key(key.clone())], &mut below);
-        found.append(&mut below);
+        problems.append(&mut below);
     }
     let row = without_marked_keys(row);
     let without = convert(&row, DataFormat::Auto);
     let mut other = row.clone();
-    for one in &found {
+    for one in &problems {
         put_text(one, &mut other);
     }
     if convert(&other, DataFormat::Auto) == without {
         return Ok(row);
     }
-    for one in &found {
+    for one in &problems {
         let mut other = row.clone();
         put_text(one, &mut other);
         // Directly in a row or a message null means a missing value; within a call or a schema it
@@ -79,8 +79,8 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
 
 /// Puts a text in place of `found`: if the record then changes, the row requires the value.
 fn put_text(found: &Found, row: &mut Map<String, Value>) {
-    if let Some(place) = found.in_row(row) {
-        *place = Value::String("\u{FFFD}".to_owned());
+    if let Some(value) = found.in_row(row) {
+        *value = Value::String("\u{FFFD}".to_owned());
     }
 }
 
@@ -165,8 +165,8 @@ mod tests {
                 "`tools[0].parameters.maximum` is NaN",
             ),
         ] {
-            let found = settled(row).unwrap_err();
-            assert!(found.starts_with(why), "{found}");
+            let message = settled(row).unwrap_err();
+            assert!(message.starts_with(why), "{message}");
         }
     }
 

@@ -62,15 +62,15 @@ pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
     let mut source = DataFile::default();
     if about.is_dir() {
-        let mut found = FoundFiles::default();
-        found.list(path, 0)?;
+        let mut files = FoundFiles::default();
+        files.list(path, 0)?;
         // Links last, so that a folder is read under its own name.
-        while let Some((link, depth)) = found.links.pop_front() {
-            found.list(&link, depth)?;
+        while let Some((link, depth)) = files.links.pop_front() {
+            files.list(&link, depth)?;
         }
-        found.files.sort();
-        source.notes.append(&mut found.notes);
-        source.files = choose(path, found.files, split, &mut source.notes)?;
+        files.files.sort();
+        source.notes.append(&mut files.notes);
+        source.files = choose(path, files.files, split, &mut source.notes)?;
     } else {
         source.files = vec![path.to_owned()];
     }
@@ -201,7 +201,9 @@ fn choose(
     if matches!(split, Split::Validation | Split::Test) {
         return Err(Error::user(format!("cannot find the split in {}", folder.display()))
             .because(format!("none of its files is named for {}", wanted[0].name()))
-            .hint("remove `split`, or name the file"));
+            .hint(
+                "remove `split`, give the path of one file, or rename a file, such as to validation.jsonl",
+            ));
     }
     if split == Split::Eval && files.iter().any(|path| SplitName::of(folder, path).is_some()) {
         return Err(Error::user(format!("cannot find evaluation rows in {}", folder.display()))

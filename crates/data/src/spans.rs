@@ -83,7 +83,7 @@ pub(super) fn render_trained(
     let search = TurnSearch { template, chat, special, prompt: &form.prompt, whole: &text };
     let turns: Vec<usize> = (0..chat.messages.len()).filter(|turn| trained.trained[*turn]).collect();
     let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
-    let mut found = if template.marks_generation() && turns.iter().all(assistant) {
+    let mut found_spans = if template.marks_generation() && turns.iter().all(assistant) {
         let all: Vec<usize> = (0..chat.messages.len()).filter(assistant).collect();
         marked(whole.text, whole.spans, &all, &turns)?
     } else {
@@ -94,19 +94,19 @@ pub(super) fn render_trained(
     let without_end = |span: &mut Range<usize>| span.end -= end_len(&text[span.clone()], special, &form.end);
     match ends {
         TrainedEnds::Turn => {}
-        TrainedEnds::None => found.spans.iter_mut().for_each(without_end),
-        TrainedEnds::Last => found.spans.iter_mut().rev().skip(1).for_each(without_end),
+        TrainedEnds::None => found_spans.spans.iter_mut().for_each(without_end),
+        TrainedEnds::Last => found_spans.spans.iter_mut().rev().skip(1).for_each(without_end),
         TrainedEnds::All => {
             let others = (0..chat.messages.len()).filter(|turn| !trained.trained[*turn]);
             for span in
                 others.map(|turn| search.text_span(turn)).collect::<Result<Vec<_>>>()?.into_iter().flatten()
             {
-                found.spans.push(span.end - end_len(&text[span.clone()], special, &form.end)..span.end);
+                found_spans.spans.push(span.end - end_len(&text[span.clone()], special, &form.end)..span.end);
             }
-            found.spans.sort_by_key(|span| span.start);
+            found_spans.spans.sort_by_key(|span| span.start);
         }
     }
-    Ok(found)
+    Ok(found_spans)
 }
 
 /// The number of bytes at the end of a turn's text that end it: a special token, or `end`, which
@@ -166,17 +166,17 @@ impl TurnSearch<'_> {
 
     /// The bytes of each of `turns`.
     fn spans(&self, turns: &[usize]) -> Result<Vec<(usize, Range<usize>)>> {
-        let (mut found, mut after) = (Vec::new(), 0);
+        let (mut spans, mut after) = (Vec::new(), 0);
         for turn in turns {
             if self.chat.messages[*turn]["role"] == "assistant" {
                 let span = self.span(*turn, after)?;
                 after = span.end;
-                found.push((*turn, span));
+                spans.push((*turn, span));
             } else {
-                found.extend(self.text_span(*turn)?.map(|span| (*turn, span)));
+                spans.extend(self.text_span(*turn)?.map(|span| (*turn, span)));
             }
         }
-        Ok(found)
+        Ok(spans)
     }
 
     /// The bytes of a message's text and of the special token right after it; `None` if the
@@ -249,12 +249,12 @@ impl TurnSearch<'_> {
             other.push(json!({"role": "user", "content": other_user(alone)}));
         }
         let printed = self.try_render(&other, false)?;
-        let there = printed.as_ref().and_then(|printed| Some(&printed[printed.rfind(mark)? + mark.len()..]));
-        let Some(there) = there else {
+        let rest = printed.as_ref().and_then(|printed| Some(&printed[printed.rfind(mark)? + mark.len()..]));
+        let Some(rest) = rest else {
             let end = self.last_special(text_end, self.whole.len()).map(|end| end - text_end);
             return Ok(end.or_else(|| self.leading_special(here)).unwrap_or(0));
         };
-        let common = common_prefix(here, there);
+        let common = common_prefix(here, rest);
         if let Some(end) = self.last_special(text_end, text_end + common) {
             return Ok(end - text_end);
         }
@@ -262,10 +262,10 @@ impl TurnSearch<'_> {
         if !shared.trim().is_empty() {
             return Ok(shared.len());
         }
-        match (self.leading_special(here), self.leading_special(there)) {
+        match (self.leading_special(here), self.leading_special(rest)) {
             // The last turn of a chat ends differently.
             (Some(end), Some(_)) => Ok(end),
-            (Some(end), None) if there.trim().is_empty() || here[end..].trim().is_empty() => Ok(end),
+            (Some(end), None) if rest.trim().is_empty() || here[end..].trim().is_empty() => Ok(end),
             _ => Ok(shared.len()),
         }
     }

@@ -129,12 +129,12 @@ fn ask_child(
     loop {
         let answer = child.next().map_err(ReadFailure::Child)?;
         let (&kind, mut body) = answer.split_first().ok_or_else(broken)?;
-        let said = || String::from_utf8_lossy(body).into_owned();
+        let text = || String::from_utf8_lossy(body).into_owned();
         match kind {
             END => return Ok(()),
-            FAILED => return Err(said().into()),
-            NOT_READ => return Err(ReadFailure::Storage(said())),
-            BAD_ROW => take(Err(said()), answer.len() as u64)?,
+            FAILED => return Err(text().into()),
+            NOT_READ => return Err(ReadFailure::Storage(text())),
+            BAD_ROW => take(Err(text()), answer.len() as u64)?,
             ROW => {
                 let row = wire::take_map(&mut body).ok_or_else(broken)?;
                 take(Ok(row), answer.len() as u64)?;

@@ -28,55 +28,55 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
     let name = source.split.as_ref().and_then(|split| split.name.as_deref());
     let split = name.map_or(Ok(purpose), Split::named)?;
     let template = source.prompt_template.as_deref().map(PromptTemplate::parse).transpose()?;
-    let mut taken = DataFile::default();
+    let mut data = DataFile::default();
     for path in paths {
         let mut one = read(path, split)?;
-        taken.files.append(&mut one.files);
-        taken.rows.append(&mut one.rows);
-        taken.bad.append(&mut one.bad);
-        taken.notes.append(&mut one.notes);
+        data.files.append(&mut one.files);
+        data.rows.append(&mut one.rows);
+        data.bad.append(&mut one.bad);
+        data.notes.append(&mut one.notes);
     }
-    let all = taken.rows.len();
+    let all = data.rows.len();
     if let Some(rows) = source.split.as_ref().and_then(|split| split.rows(all)) {
         let note = format!("took rows {} to {} of {all} of {source}", rows.start + 1, rows.end);
-        keep(&mut taken, rows);
-        taken.notes.push(note);
-        if taken.rows.is_empty() && all > 0 {
+        keep(&mut data, rows);
+        data.notes.push(note);
+        if data.rows.is_empty() && all > 0 {
             return Err(Error::user(format!("cannot take a part of {source}"))
                 .because(format!("its `split` leaves none of its {}", units::exact(all, "row")))
                 .hint("give a larger part, such as train[:5%]"));
         }
     }
-    if let Some(limit) = source.limit.filter(|limit| *limit < taken.rows.len()) {
-        let all = taken.rows.len();
-        keep(&mut taken, 0..limit);
-        taken.notes.push(format!("took the first {limit} of {all} rows of {source}"));
+    if let Some(limit) = source.limit.filter(|limit| *limit < data.rows.len()) {
+        let all = data.rows.len();
+        keep(&mut data, 0..limit);
+        data.notes.push(format!("took the first {limit} of {all} rows of {source}"));
     }
-    for mut row in std::mem::take(&mut taken.rows) {
+    for mut row in std::mem::take(&mut data.rows) {
         match shaped(&mut row, source, template.as_ref()) {
-            Ok(()) => taken.rows.push(row),
+            Ok(()) => data.rows.push(row),
             Err(why) => {
-                taken.bad.push(BadRow { origin: row.origin, fault: RowFault::new(RowFaultKind::Format, why) })
+                data.bad.push(BadRow { origin: row.origin, fault: RowFault::new(RowFaultKind::Format, why) })
             }
         }
     }
-    Ok(taken)
+    Ok(data)
 }
 
 /// Keeps the rows at these indices, and the bad rows between them.
 fn keep(taken: &mut DataFile, rows: Range<usize>) {
-    let place = |origin: &Origin| {
+    let sort_key = |origin: &Origin| {
         let file = taken.files.iter().position(|file| **file == *origin.file);
         let (RowOrigin::Line(at) | RowOrigin::Row(at)) = origin.place;
         (file, at)
     };
     // `None` if the part begins or ends with the file.
     let bound =
-        |is_bound: bool, at: usize| taken.rows.get(at).filter(|_| is_bound).map(|row| place(&row.origin));
+        |is_bound: bool, at: usize| taken.rows.get(at).filter(|_| is_bound).map(|row| sort_key(&row.origin));
     let first = bound(rows.start > 0, rows.start);
     let last = bound(rows.end < taken.rows.len(), rows.end.saturating_sub(1));
     let stands_among = |bad: &BadRow| {
-        let at = place(&bad.origin);
+        let at = sort_key(&bad.origin);
         first.is_none_or(|first| at >= first) && last.is_none_or(|last| at <= last)
     };
     let bad = std::mem::take(&mut taken.bad).into_iter().filter(stands_among).collect();
@@ -96,8 +96,8 @@ fn shaped(row: &mut RawRow, source: &RowSource, template: Option<&PromptTemplate
     let prompt = prompt.transpose()?;
     let mut named = Vec::new();
     for (key, column) in &source.columns {
-        let found = value.get(column).cloned().ok_or_else(|| missing(column, value))?;
-        named.push((key.clone(), found));
+        let cell = value.get(column).cloned().ok_or_else(|| missing(column, value))?;
+        named.push((key.clone(), cell));
     }
     let used = source.columns.values().chain(template.into_iter().flat_map(PromptTemplate::columns));
     used.for_each(|column| drop(value.shift_remove(column)));
@@ -224,14 +224,14 @@ fn add_letters(value: &Value, hasher: &mut blake3::Hasher) {
 /// # Errors
 /// Fails with a user error if no row remains to train on.
 pub fn hold_out(sources: &mut [DataFile], size: f64, seed: u64) -> Result<DataFile> {
-    let place = |row: &RawRow| {
+    let rank_of = |row: &RawRow| {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&seed.to_le_bytes()).update(&likeness(&row.value));
-        let mut place = [0; 8];
-        place.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
-        u64::from_be_bytes(place)
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+        u64::from_be_bytes(bytes)
     };
-    let mut places: Vec<u64> = sources.iter().flat_map(|source| source.rows.iter().map(place)).collect();
+    let mut places: Vec<u64> = sources.iter().flat_map(|source| source.rows.iter().map(rank_of)).collect();
     let all = places.len();
     let wanted = if size < 1.0 { (size * all as f64).round().max(1.0) as usize } else { size as usize };
     places.sort_unstable();
@@ -241,7 +241,7 @@ pub fn hold_out(sources: &mut [DataFile], size: f64, seed: u64) -> Result<DataFi
     for source in sources.iter_mut() {
         held_out.files.extend(source.files.iter().cloned());
         let (out, left) =
-            std::mem::take(&mut source.rows).into_iter().partition(|row| chosen.contains(&place(row)));
+            std::mem::take(&mut source.rows).into_iter().partition(|row| chosen.contains(&rank_of(row)));
         source.rows = left;
         held_out.rows.extend::<Vec<RawRow>>(out);
     }

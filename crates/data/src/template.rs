@@ -107,11 +107,11 @@ impl ChatTemplate {
         if templates.is_empty() {
             return Ok(None);
         }
-        let place = || match given {
+        let failed_action = || match given {
             Some(_) => "cannot use `data.chat_template`".to_owned(),
             None => format!("cannot use the tokenizer in {}", tokenizer.folder().display()),
         };
-        let template = Self::new(templates, tokenizer.named_tokens(), clock::now()).during(place)?;
+        let template = Self::new(templates, tokenizer.named_tokens(), clock::now()).during(failed_action)?;
         Ok(Some(ChatTemplate { given: given.cloned(), ..template }))
     }
 
@@ -135,8 +135,11 @@ impl ChatTemplate {
         let given = self.given.as_ref()?;
         let own = stored_templates(tokenizer).ok()?;
         let (_, own) = own.iter().find(|(name, _)| name == DEFAULT).or(own.first())?;
-        let (line, [there, here]) = first_difference(own, &given.text)?;
-        Some(format!("they differ in line {line}: {there:?} in its own, {here:?} in {}", self.described()))
+        let (line, [own_line, given_line]) = first_difference(own, &given.text)?;
+        Some(format!(
+            "they differ in line {line}: {own_line:?} in its own, {given_line:?} in {}",
+            self.described()
+        ))
     }
 
     /// Returns true if so many chats ended the template's process that no more are rendered.

@@ -480,9 +480,9 @@ impl TextStream<'_> {
             return Ok(());
         }
         let tail = self.ids.split_off(self.ids.len() - WINDOW);
-        let kept = self.tokenizer.decode(&tail, self.skip_special)?;
-        if text.ends_with(&kept) && !kept.starts_with('\u{FFFD}') {
-            self.shown = kept;
+        let decoded = self.tokenizer.decode(&tail, self.skip_special)?;
+        if text.ends_with(&decoded) && !decoded.starts_with('\u{FFFD}') {
+            self.shown = decoded;
             self.ids = tail;
         } else {
             // The decoder depends on earlier ids: keep them all.
@@ -507,17 +507,17 @@ fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {
     let mut add = |map: &Map<String, Value>| {
         // A model for images has the ids in its text part.
         let text = map.get("text_config").and_then(|text| text.get("eos_token_id"));
-        let found = match map.get("eos_token_id").filter(|id| !id.is_null()).or(text) {
+        let configured = match map.get("eos_token_id").filter(|id| !id.is_null()).or(text) {
             Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),
             Some(value) => value.as_u64().into_iter().collect(),
             None => Vec::new(),
         };
-        for id in found.iter().filter_map(|id| u32::try_from(*id).ok()) {
+        for id in configured.iter().filter_map(|id| u32::try_from(*id).ok()) {
             if !ids.contains(&id) {
                 ids.push(id);
             }
         }
-        !found.is_empty()
+        !configured.is_empty()
     };
     if !add(&read_object(&folder.join("generation_config.json"))?) {
         add(&read_object(&folder.join("config.json"))?);

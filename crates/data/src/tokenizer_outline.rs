@@ -72,12 +72,12 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
         ("post_processor", &outline.post_processor),
         ("decoder", &outline.decoder),
     ] {
-        let mut found = PartSizes { values: 0, growth: 1.0 };
-        found.look_at(part).map_err(|why| format!("its `{name}` {why}"))?;
-        if found.growth > MAX_GROWTH {
+        let mut size = PartSizes { values: 0, growth: 1.0 };
+        size.look_at(part).map_err(|why| format!("its `{name}` {why}"))?;
+        if size.growth > MAX_GROWTH {
             return Err(format!(
                 "its `{name}` makes a text up to {:.0} times as long; accepted: up to {MAX_GROWTH} times",
-                found.growth
+                size.growth
             ));
         }
     }
@@ -203,8 +203,10 @@ fn longest_replacement(base64: &str) -> Result<usize, String> {
     let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return Ok(0) };
     let claimed = u32::from_le_bytes(*length) as usize;
     let Some(texts) = rest.get(claimed..) else {
-        let found = rest.len();
-        return Err(format!("that claims a trie of {claimed} bytes; found: {found} bytes after that number"));
+        let available = rest.len();
+        return Err(format!(
+            "that claims a trie of {claimed} bytes; found: {available} bytes after that number"
+        ));
     };
     Ok(texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0))
 }

@@ -129,17 +129,17 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64)
         shape: info.shape.clone(),
         stack: info.stack.clone(),
     };
-    let kept = files.kept();
-    let entry = |tensor| kept.named_as_stored(entry(tensor));
+    let unused = files.kept();
+    let entry = |tensor| unused.named_as_stored(entry(tensor));
     let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
     // The parts of a stack in their stored order.
     let start = |entry: &WriteEntry| files.info(&entry.name).map_or(0, |info| info.range.start);
     entries.sort_by_cached_key(|entry| (entry.stored_name().to_owned(), start(entry)));
-    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart()).with_kept(kept);
-    entries.extend(kept.entries());
+    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart()).with_kept(unused);
+    entries.extend(unused.entries());
     let folder = AtomicDir::create(output)?;
     let written = write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| {
-        if kept.write(entry, sink)? { Ok(()) } else { copy_tensor(files, entry, sink) }
+        if unused.write(entry, sink)? { Ok(()) } else { copy_tensor(files, entry, sink) }
     })?;
     sidecar_files::copy(files.folder(), None, folder.path(), changes)?;
     folder.commit()?;

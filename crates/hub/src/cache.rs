@@ -157,7 +157,7 @@ impl HubCache {
         // The name and the kind of lock that hf-hub uses, so that it waits for finetune too.
         let path = blob.with_extension("lock");
         let file = planted::open_lock(&path).map_err(|e| Error::io("create", &path, &e))?;
-        let mut told = false;
+        let mut has_warned = false;
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Some(file)),
@@ -166,9 +166,9 @@ impl HubCache {
                 Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => return Ok(None),
                 Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, &e)),
             }
-            if !told {
+            if !has_warned {
                 waiting();
-                told = true;
+                has_warned = true;
             }
             std::thread::sleep(Duration::from_millis(100));
         }

@@ -222,13 +222,13 @@ pub(super) fn choose(
             .because(overview(all))
             .hint(format!("write `{}`", example(all, id)))
     })?;
-    let taken = match (split, rows_for) {
+    let chosen = match (split, rows_for) {
         (Some(split), _) => config.splits.get_key_value(split),
         (None, RowsFor::Training) => config.splits.get_key_value(TRAIN),
         (None, RowsFor::Evaluation) if config.is_unnamed => config.splits.get_key_value(TRAIN),
         (None, RowsFor::Evaluation) => HELD_OUT.iter().find_map(|split| config.splits.get_key_value(*split)),
     };
-    let Some((split, files)) = taken else {
+    let Some((split, files)) = chosen else {
         let lacking = match (split, rows_for) {
             (Some(split), _) => format!("no split `{split}`"),
             (None, RowsFor::Training) => format!("no split `{TRAIN}`"),

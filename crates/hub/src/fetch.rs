@@ -79,11 +79,11 @@ impl Download<'_> {
                     return Ok(part.path);
                 }
                 Ok(()) => {
-                    let found = part.sum.hex();
+                    let actual = part.sum.hex();
                     part.clear(facts)?;
                     if was_damaged {
                         std::fs::remove_file(&part.path).map_err(|e| Error::io("remove", &part.path, &e))?;
-                        return Err(damaged(facts, &found));
+                        return Err(damaged(facts, &actual));
                     }
                     was_damaged = true;
                     furthest = 0;

@@ -338,10 +338,10 @@ impl<'a> RepoSource<'a> {
         names::check_files(texts.iter().copied())?;
         download.fetch(&texts, progress)?;
         let folder = store.snapshot(commit);
-        let found = select::weights(&description.files);
+        let selected = select::weights(&description.files);
         // A GGUF file holds what the headers of other models do.
-        let scope = if found == Ok(Weights::Gguf) { Scope::Weights } else { scope };
-        let weights = match (scope, found) {
+        let scope = if selected == Ok(Weights::Gguf) { Scope::Weights } else { scope };
+        let weights = match (scope, selected) {
             (_, Ok(Weights::Gguf)) => select::gguf_files(&description.files),
             (Scope::Headers, _) => Vec::new(),
             (_, Ok(Weights::Sharded)) => select::shards(&read_index(&folder)?, &description.files)?,
@@ -373,9 +373,9 @@ impl<'a> RepoSource<'a> {
             return Err(source.incomplete(&folder, missing));
         }
         source.verify(&commit, &select::texts(&files), progress)?;
-        let found = select::weights(&files);
-        let scope = if found == Ok(Weights::Gguf) { Scope::Weights } else { scope };
-        let weights = match found {
+        let selected = select::weights(&files);
+        let scope = if selected == Ok(Weights::Gguf) { Scope::Weights } else { scope };
+        let weights = match selected {
             Ok(Weights::Gguf) => select::gguf_files(&files),
             // The names in the index itself: a file that is not in the folder is missing, not
             // refused.

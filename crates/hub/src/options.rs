@@ -384,9 +384,13 @@ mod tests {
             set_mode(&file, mode);
             let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
             assert_eq!(options.token.is_some(), !refused, "{mode:o}");
-            let told = options.refused_token().map(Error::to_string).unwrap_or_default();
-            assert_eq!(told.contains(&format!("chmod 600 {}", file.display())), refused, "{mode:o}: {told}");
-            assert!(!told.contains("hf_file"), "{told}");
+            let message = options.refused_token().map(Error::to_string).unwrap_or_default();
+            assert_eq!(
+                message.contains(&format!("chmod 600 {}", file.display())),
+                refused,
+                "{mode:o}: {message}"
+            );
+            assert!(!message.contains("hf_file"), "{message}");
         }
         // finetune does not read the file if the token comes from elsewhere, or if no token is
         // wanted.
@@ -404,8 +408,8 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             set_mode(&file, 0o600);
             let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
-            let told = options.refused_token().unwrap().to_string();
-            assert!(told.contains(file.to_str().unwrap()) && !told.contains("hf_a"), "{told}");
+            let message = options.refused_token().unwrap().to_string();
+            assert!(message.contains(file.to_str().unwrap()) && !message.contains("hf_a"), "{message}");
         }
         std::fs::write(&file, "\n").unwrap();
         let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();

@@ -90,9 +90,9 @@ fn foreign_link(root: &Path, folder: &Path, own: u32) -> Option<(PathBuf, u32)> 
     let mut steps: Vec<&Path> = folder.ancestors().take_while(|step| step.starts_with(root)).collect();
     steps.reverse();
     steps.into_iter().find_map(|step| {
-        let found = step.symlink_metadata().ok()?;
-        let is_foreign = found.is_symlink() && found.uid() != own && found.uid() != 0;
-        is_foreign.then(|| (step.to_owned(), found.uid()))
+        let metadata = step.symlink_metadata().ok()?;
+        let is_foreign = metadata.is_symlink() && metadata.uid() != own && metadata.uid() != 0;
+        is_foreign.then(|| (step.to_owned(), metadata.uid()))
     })
 }
 

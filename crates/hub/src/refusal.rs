@@ -1,8 +1,8 @@
 //! Explains a refusal of the hub, and what the user can do about it.
 //!
 //! The status alone is ambiguous: the hub answers 401 to an anonymous reader of a repository that
-//! is missing, private or gated. `X-Error-Code` tells them apart; without it the message names both
-//! causes.
+//! is missing, private or gated. `X-Error-Code` distinguishes them; without it the message names
+//! both causes.
 
 use crate::error::{Error, ErrorCategory};
 

@@ -102,10 +102,10 @@ mod tests {
             (0..20).all(|_| uneven.count(0, 50 * SECOND).or(uneven.count(70_000, 10 * SECOND)).is_none())
         );
         let mut slow = watch();
-        let told: Vec<TooSlow> = (0..120).filter_map(|_| slow.count(1, 2 * SECOND)).collect();
-        assert_eq!(told.len(), 4, "once a minute of 240 s");
+        let warnings: Vec<TooSlow> = (0..120).filter_map(|_| slow.count(1, 2 * SECOND)).collect();
+        assert_eq!(warnings.len(), 4, "once a minute of 240 s");
         assert_eq!(
-            told[0].to_string(),
+            warnings[0].to_string(),
             "the hub sent 30 bytes in 60.0 s (0.5 bytes/s); the minimum is 1024 bytes/s over 60 s"
         );
     }

@@ -43,7 +43,7 @@ impl VerifiedFiles {
         hashing(facts.len());
         let is_right = sum(&mut file, digest, facts.len())? == digest.hex();
         if is_right {
-            self.note(digest, &facts);
+            self.record(digest, &facts);
         }
         Ok(is_right)
     }
@@ -51,7 +51,7 @@ impl VerifiedFiles {
     /// Records that a file, verified as it arrived, is right.
     pub(super) fn came(&self, path: &Path, digest: &Digest) {
         if let Ok(facts) = path.metadata() {
-            self.note(digest, &facts);
+            self.record(digest, &facts);
         }
     }
 
@@ -63,7 +63,7 @@ impl VerifiedFiles {
     }
 
     /// Writes the record. Without it the file is hashed again next time, so a failure is no error.
-    fn note(&self, digest: &Digest, facts: &Metadata) {
+    fn record(&self, digest: &Digest, facts: &Metadata) {
         let Some(note) = self.at(digest) else { return };
         let temporary = note.with_extension(format!("tmp-{}", std::process::id()));
         let folder = note.parent().map_or(Ok(()), std::fs::create_dir_all);

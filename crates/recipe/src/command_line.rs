@@ -62,8 +62,8 @@ mod tests {
         for (name, why) in
             [("./other", "does not exist"), ("./silent", "is not executable"), ("./", "is not a file")]
         {
-            let told = read(&[name]);
-            assert!(matches!(&told, Err(ValueRefusal::Unusable(told)) if told.contains(why)), "{told:?}");
+            let result = read(&[name]);
+            assert!(matches!(&result, Err(ValueRefusal::Unusable(told)) if told.contains(why)), "{result:?}");
         }
         assert!(matches!(read(&[""]), Err(ValueRefusal::Unusable(_))));
         assert!(matches!(read(&[]), Err(ValueRefusal::Empty)));

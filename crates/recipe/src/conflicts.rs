@@ -44,18 +44,18 @@ impl KeyConflict {
 
 /// Returns every conflict in `recipe`.
 pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
-    let mut found = Vec::new();
-    schedule(recipe, &mut found);
-    adapter(recipe, &mut found);
-    packed(recipe, &mut found);
-    base_products(recipe, &mut found);
-    masters(recipe, &mut found);
-    places(recipe, &mut found);
-    divergence(recipe, &mut found);
-    evaluation(recipe, &mut found);
-    profile(recipe, &mut found);
-    alerts(recipe, &mut found);
-    found
+    let mut conflicts = Vec::new();
+    schedule(recipe, &mut conflicts);
+    adapter(recipe, &mut conflicts);
+    packed(recipe, &mut conflicts);
+    base_products(recipe, &mut conflicts);
+    masters(recipe, &mut conflicts);
+    places(recipe, &mut conflicts);
+    divergence(recipe, &mut conflicts);
+    evaluation(recipe, &mut conflicts);
+    profile(recipe, &mut conflicts);
+    alerts(recipe, &mut conflicts);
+    conflicts
 }
 
 fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {

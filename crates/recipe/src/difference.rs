@@ -17,17 +17,17 @@ pub struct RecipeDifference {
 impl Recipe {
     /// The change from the recipe `self` to the recipe `other`.
     pub fn difference(&self, other: &Recipe) -> RecipeDifference {
-        let mut found = RecipeDifference::default();
+        let mut difference = RecipeDifference::default();
         for default in Recipe::complete().sections() {
             let name = default.name();
             let before = self.section(name);
             match other.section(name) {
-                Some(after) => found.add_keys(before.unwrap_or(default), after, before.is_none()),
-                None if before.is_some() => found.left_out.push(format!("[{name}]")),
+                Some(after) => difference.add_keys(before.unwrap_or(default), after, before.is_none()),
+                None if before.is_some() => difference.left_out.push(format!("[{name}]")),
                 None => {}
             }
         }
-        found
+        difference
     }
 }
 
@@ -80,13 +80,13 @@ mod tests {
         let mut other = Recipe { quantization: Some(QuantizationSection::default()), ..Recipe::default() };
         other.train.recompute = AutoOr::Fixed(Recompute::Block);
         other.parallel.offload = Offload::Params;
-        let found = recipe.difference(&other);
+        let difference = recipe.difference(&other);
         let set = ["quantization.kind=nf4", "train.recompute=block", "parallel.offload=params"];
-        assert_eq!(found.set, set);
-        assert_eq!(found.left_out, ["[adapter]", "parallel.shard_size"]);
+        assert_eq!(difference.set, set);
+        assert_eq!(difference.left_out, ["[adapter]", "parallel.shard_size"]);
         let text = "--set quantization.kind=nf4 --set train.recompute=block --set parallel.offload=params, \
                     without [adapter], parallel.shard_size";
-        assert_eq!(found.to_string(), text);
+        assert_eq!(difference.to_string(), text);
         other.adapter = Some(AdapterSection { r: 64, ..AdapterSection::default() });
         assert!(recipe.difference(&other).set.contains(&"adapter.r=64".to_owned()));
     }

@@ -162,7 +162,7 @@ struct Reader {
     layer: Layer,
     faults: Vec<RecipeFault>,
     /// Number of faults that the message omits.
-    untold: usize,
+    omitted: usize,
     /// Layer and location that set each key last.
     places: BTreeMap<(String, String), (Layer, String)>,
     /// One line per key that a higher layer leaves without effect.
@@ -187,7 +187,7 @@ impl Reader {
     /// need no search.
     fn counts_alone(&mut self) -> bool {
         let enough = self.faults.len() >= MAX_FAULTS;
-        self.untold += usize::from(enough);
+        self.omitted += usize::from(enough);
         enough
     }
 
@@ -299,19 +299,19 @@ impl Reader {
 
     /// Reads `section.key=value`: the value is TOML, else text.
     fn read_assignment(&mut self, assignment: &str, folder: &Path) {
-        let place = format!("--set {}", without_address(&without_user(assignment)));
+        let source = format!("--set {}", without_address(&without_user(assignment)));
         let parts = assignment.split_once('=').and_then(|(name, value)| {
             let (section, key) = name.trim().split_once('.')?;
             Some((section.trim(), key.trim(), value.trim()))
         });
         let Some((section, key, raw)) = parts else {
             let hint = Some("write `--set train.epochs=3`, for example".to_owned());
-            return self.fault("", &place, "accepted: section.key=value".into(), hint);
+            return self.fault("", &source, "accepted: section.key=value".into(), hint);
         };
         if !Recipe::has_section(section) {
-            return self.unknown_section(&place, section);
+            return self.unknown_section(&source, section);
         }
-        self.set_typed((section, key), raw, folder, &place);
+        self.set_typed((section, key), raw, folder, &source);
     }
 
     /// Sets a key to a value from the command line: TOML, else text.
@@ -351,8 +351,8 @@ impl Reader {
                         self.places.remove(&at);
                     }
                 }
-                let place = (self.layer, places.1.to_owned());
-                self.places.insert((section.to_owned(), key.to_owned()), place);
+                let origin = (self.layer, places.1.to_owned());
+                self.places.insert((section.to_owned(), key.to_owned()), origin);
             }
             Err(refusal) => {
                 let (text, hint) = refused(section, known, value, &refusal);
@@ -376,21 +376,21 @@ impl Reader {
     fn drop_overruled(&mut self) {
         // Each round resets one of the keys that are set.
         for _ in 0..self.places.len() {
-            let found = conflicts(&self.recipe).into_iter().find_map(|conflict| {
+            let overruled = conflicts(&self.recipe).into_iter().find_map(|conflict| {
                 let (section, key) = conflict.overruled_by?;
                 let is_lower =
                     self.layer_of(conflict.section, conflict.key)? < self.layer_of(section, key)?;
                 is_lower.then_some((conflict, (section.to_owned(), key.to_owned())))
             });
-            let Some((conflict, cause)) = found else { return };
+            let Some((conflict, cause)) = overruled else { return };
             let KeyConflict { section, key, text, .. } = conflict;
             let place_of = |place: Option<(Layer, String)>| place.map(|(_, place)| place).unwrap_or_default();
             let cause = place_of(self.places.get(&cause).cloned());
-            let place = place_of(self.places.remove(&(section.to_owned(), key.to_owned())));
+            let origin = place_of(self.places.remove(&(section.to_owned(), key.to_owned())));
             if let Some(table) = self.recipe.section_mut(section) {
                 table.reset(key);
             }
-            self.overruled.push(format!("{place}: `{section}.{key}` {text} ({cause}), and is ignored"));
+            self.overruled.push(format!("{origin}: `{section}.{key}` {text} ({cause}), and is ignored"));
         }
     }
 
@@ -410,9 +410,9 @@ impl Reader {
         for conflict in conflicts(&self.recipe).into_iter().chain(self.two_batches()) {
             if !self.faulty.contains(conflict.section) {
                 let at = (conflict.section.to_owned(), conflict.key.to_owned());
-                let place = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
+                let origin = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
                 let text = format!("`{}.{}` {}", conflict.section, conflict.key, conflict.text);
-                self.push(RecipeFault { place, text, hint: Some(conflict.hint) });
+                self.push(RecipeFault { place: origin, text, hint: Some(conflict.hint) });
             }
         }
     }
@@ -455,8 +455,8 @@ impl Reader {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
         }
-        if self.untold > 0 {
-            error = error.because(format!("and {} more", self.untold));
+        if self.omitted > 0 {
+            error = error.because(format!("and {} more", self.omitted));
         }
         // The general hint comes last.
         hints.sort_by_key(|hint| hint == REFERENCE);
@@ -504,11 +504,11 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
     let name = key.name;
     // A mistyped webhook is a secret too.
     let is_secret = (section, name) == ("alerts", "webhook");
-    let found = if is_secret { "(hidden)".to_owned() } else { clip(&inline(value)) };
+    let shown = if is_secret { "(hidden)".to_owned() } else { clip(&inline(value)) };
     let text = match refusal {
-        ValueRefusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
+        ValueRefusal::Shape => format!("`{section}.{name}` is {shown}; accepted: {}", (key.accepted)()),
         ValueRefusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
-        ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
+        ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {shown}: {why}"),
     };
     let near = value.as_str().and_then(|text| nearest(text, (key.choices)()));
     let theirs = value.as_str().and_then(|text| value_of_peers(section, name, text));

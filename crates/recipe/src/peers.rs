@@ -157,8 +157,8 @@ pub(super) fn is_removed(section: &str, key: &str) -> bool {
 
 /// Hint for a key of another trainer that belongs into a table of `data.train`.
 pub(super) fn key_of_a_source(theirs: &str) -> Option<String> {
-    let found = KEYS_OF_A_SOURCE.iter().find(|(key, _)| *key == theirs);
-    found.map(|(_, ours)| format!("write `{ours}` in a `[[data.train]]` table"))
+    let known = KEYS_OF_A_SOURCE.iter().find(|(key, _)| *key == theirs);
+    known.map(|(_, ours)| format!("write `{ours}` in a `[[data.train]]` table"))
 }
 
 /// The equivalent section for a section of another trainer.

@@ -287,8 +287,8 @@ mod tests {
     fn what_exists_is_a_path() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(folder.path().join("org/model")).unwrap();
-        let found = DataSource::parse("org/model", folder.path()).unwrap();
-        assert_eq!(found, DataSource::Path(folder.path().join("org/model")));
+        let parsed = DataSource::parse("org/model", folder.path()).unwrap();
+        assert_eq!(parsed, DataSource::Path(folder.path().join("org/model")));
         let id = DataSource::parse("org/other", folder.path()).unwrap();
         assert_eq!(id, DataSource::Hub("org/other".into()));
         let asset = DataSource::parse("builtin:quickstart", folder.path()).unwrap();

@@ -176,13 +176,13 @@ impl Card {
         if self.before.is_none() && self.after.is_none() {
             return text + "No held-out rows were given, so nothing is known about unseen text.\n";
         }
-        if let (Some(kept), Some(last)) = (&self.after, &self.last)
-            && kept.step != last.step
+        if let (Some(saved), Some(last)) = (&self.after, &self.last)
+            && saved.step != last.step
         {
             text += &format!(
                 "\nThe weights are those of step {}, which did best on held-out rows; the loss there after the last step was \
                  {:.4}.\n",
-                kept.step, last.eval_loss
+                saved.step, last.eval_loss
             );
         }
         text += "\nOn held-out rows:\n\n| | before | after |\n|---|---|---|\n";

@@ -2,9 +2,9 @@
 //!
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
 //! - [`listener`]: the receivers of a run's events.
-//! - [`alerts`]: alarms about trouble in a run, and their delivery.
+//! - [`alerts`]: alerts about trouble in a run, and their delivery.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
-//! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
+//! - [`endpoint`]: the same for Prometheus, over HTTP ([`PageServer`]).
 //! - [`log_command`]: the run as lines of JSON, for a program of the user.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`ui`]: the run on a whole screen, for `--ui`.
@@ -26,7 +26,7 @@ pub mod log_command;
 mod markdown;
 pub mod memory;
 pub mod metrics;
-pub mod page_server;
+mod page_server;
 pub mod printable;
 mod printer;
 pub mod tensorboard;
@@ -44,9 +44,9 @@ pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedSt
 pub use page_server::PageServer;
 pub use printable::printable;
 pub use tensorboard::EventWriter;
-pub use terminal::{Terminal, Verbosity, say};
+pub use terminal::{Terminal, Verbosity, print_last};
 
-/// Longest time that a run may take at its end to deliver alarms and to end the program of
+/// Longest time that a run may take at its end to deliver alerts and to end the program of
 /// `log.command`.
 pub const LONGEST_END: Duration = Duration::from_secs(
     alerts::LAST_WAIT.as_secs() + log_command::LAST_WAIT.as_secs() + log_command::KILL_WAIT.as_secs(),

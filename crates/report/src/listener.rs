@@ -1,4 +1,4 @@
-//! Listeners of a run: TensorBoard, a metrics endpoint, alarms and more.
+//! Listeners of a run: TensorBoard, a metrics endpoint, alerts and more.
 //!
 //! A listener gets every entry of `metrics.jsonl` when it is written, so that all of them have the
 //! same numbers. No listener can end a run: one that fails causes one warning and gets no more
@@ -54,7 +54,7 @@ pub trait RunListener {
     }
 
     /// Called before other work that may take long: an evaluation, a checkpoint, a roll-back.
-    fn aside(&mut self) {}
+    fn pause_step_timer(&mut self) {}
 
     /// Called at the end of the run. A listener that waits here calls `pulse` meanwhile, so that
     /// the run does not count as hung.
@@ -95,9 +95,9 @@ impl RunListeners {
         })
     }
 
-    /// Calls `aside` on all listeners.
-    pub fn aside(&mut self) {
-        self.0.iter_mut().for_each(|listener| listener.aside());
+    /// Calls `pause_step_timer` on all listeners.
+    pub fn pause_step_timer(&mut self) {
+        self.0.iter_mut().for_each(|listener| listener.pause_step_timer());
     }
 
     /// Calls `end` on all listeners; returns a warning for each that failed.
@@ -105,9 +105,9 @@ impl RunListeners {
         self.each(|listener| listener.end(end, pulse))
     }
 
-    fn each(&mut self, mut tell: impl FnMut(&mut Box<dyn RunListener>) -> Result<()>) -> Vec<String> {
+    fn each(&mut self, mut call: impl FnMut(&mut Box<dyn RunListener>) -> Result<()>) -> Vec<String> {
         let mut warnings = Vec::new();
-        self.0.retain_mut(|listener| match tell(listener) {
+        self.0.retain_mut(|listener| match call(listener) {
             Ok(()) => true,
             Err(error) => {
                 warnings.push(format!("no more {}: {}", listener.what(), error.in_one_line()));

@@ -136,7 +136,7 @@ impl LogCommand {
                 let (name, ended) = (name.clone(), None);
                 let mut own =
                     LogCommand { name, child, ended, queue, last, written, given, dropped, messages };
-                own.tell(first);
+                own.enqueue(first);
                 Ok(own)
             }
             Err(error) => {
@@ -147,7 +147,7 @@ impl LogCommand {
         }
     }
 
-    fn tell(&mut self, line: String) {
+    fn enqueue(&mut self, line: String) {
         let is_queued = self.queue.as_ref().is_some_and(|queue| queue.hand_over(line).is_ok());
         self.given += 1;
         self.dropped += u64::from(!is_queued);
@@ -162,7 +162,7 @@ impl LogCommand {
         if self.ended.is_none() {
             match self.child.try_wait() {
                 Ok(None) => {
-                    self.tell(line("metrics", entry)?);
+                    self.enqueue(line("metrics", entry)?);
                     return Ok(());
                 }
                 Ok(Some(status)) => self.ended = Some((status, Instant::now())),
@@ -209,7 +209,7 @@ impl LogCommand {
             RunEnd::Stopped => ("stopped", None),
             RunEnd::Failed(error) => ("failed", Some(error.in_one_line())),
         };
-        // Written after all waiting lines: a full queue has no room for it.
+        // Written after all waiting lines: a full queue would drop it.
         let _first = self.last.set(line("end", &EndFacts { status, dropped: self.dropped, error })?);
         queue.finish(until, pulse);
         let ended = self.wait(until, pulse);
@@ -248,8 +248,8 @@ impl LogCommand {
 
     fn fault(&self, what: &str) -> Error {
         let error = Error::user(format!("`{}` {what}", self.name));
-        let said = self.messages.last_lines();
-        if said.is_empty() { error } else { error.because(said) }
+        let messages = self.messages.last_lines();
+        if messages.is_empty() { error } else { error.because(messages) }
     }
 }
 
@@ -321,15 +321,15 @@ struct MessageTail {
 impl MessageTail {
     fn read(stderr: Option<ChildStderr>) -> Result<Self> {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
-        let kept = Arc::clone(&bytes);
+        let shared = Arc::clone(&bytes);
         let reader = threads::start("log messages", move || {
             let (mut stderr, mut part) = (stderr.into_iter(), [0; KEPT_BYTES]);
             let Some(mut stderr) = stderr.next() else { return };
             while let Ok(read @ 1..) = stderr.read(&mut part) {
-                let mut kept = locked(&kept);
-                kept.extend_from_slice(&part[..read]);
-                let old = kept.len().saturating_sub(KEPT_BYTES);
-                kept.drain(..old);
+                let mut text = locked(&shared);
+                text.extend_from_slice(&part[..read]);
+                let old = text.len().saturating_sub(KEPT_BYTES);
+                text.drain(..old);
             }
         })?;
         Ok(MessageTail { bytes, reader })
@@ -404,12 +404,12 @@ mod tests {
     #[test]
     fn a_program_that_ends_early_is_named_with_its_last_messages() {
         let mut log = start("for i in 1 2 3 4; do echo message $i >&2; done; exit 3");
-        let mut told = Ok(());
-        while told.is_ok() {
-            told = log.metrics(&step(1));
+        let mut result = Ok(());
+        while result.is_ok() {
+            result = log.metrics(&step(1));
         }
         assert_eq!(
-            told.unwrap_err().in_one_line(),
+            result.unwrap_err().in_one_line(),
             "`sh` ended before the run with exit status: 3: message 2; message 3; message 4"
         );
         log.end(RunEnd::Finished, &|| ()).unwrap();
@@ -422,8 +422,8 @@ mod tests {
         let group = log.child.id().cast_signed();
         assert!(log.wait(Instant::now() + Duration::from_secs(240), &|| ()).is_some());
         log.metrics(&step(1)).unwrap();
-        let told = log.end(RunEnd::Finished, &|| ()).unwrap_err().in_one_line();
-        assert_eq!(told, "`sh` ended before the run with exit status: 3: gone");
+        let message = log.end(RunEnd::Finished, &|| ()).unwrap_err().in_one_line();
+        assert_eq!(message, "`sh` ended before the run with exit status: 3: gone");
         // SAFETY: a system call that takes numbers. The sleeping child keeps the group.
         assert_eq!(unsafe { libc::kill(-group, libc::SIGKILL) }, 0);
     }
@@ -434,16 +434,16 @@ mod tests {
         let (other, diverged) = (Error::user("x"), Error::new(ErrorCategory::Diverged, "x"));
         assert_eq!(last_wait(RunEnd::Failed(&diverged)), LAST_WAIT);
         let mut log = start("exec sleep 600");
-        let told = log.end(RunEnd::Failed(&other), &|| ()).unwrap_err().in_one_line();
-        assert!(told.starts_with("`sh` still ran 2 s after the run, and was killed"), "{told}");
+        let message = log.end(RunEnd::Failed(&other), &|| ()).unwrap_err().in_one_line();
+        assert!(message.starts_with("`sh` still ran 2 s after the run, and was killed"), "{message}");
     }
 
     #[test]
     fn a_program_that_fails_at_the_end_is_named() {
         let mut log = start("cat > /dev/null; yes x | head -c 100000 >&2; exit 4");
         log.metrics(&step(1)).unwrap();
-        let told = log.end(RunEnd::Finished, &|| ()).unwrap_err().in_one_line();
-        assert_eq!(told, "`sh` ended with exit status: 4: x; x; x");
+        let message = log.end(RunEnd::Finished, &|| ()).unwrap_err().in_one_line();
+        assert_eq!(message, "`sh` ended with exit status: 4: x; x; x");
         assert_eq!(log.messages.bytes.lock().unwrap().len(), KEPT_BYTES);
         log.end(RunEnd::Stopped, &|| ()).unwrap();
     }

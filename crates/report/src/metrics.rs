@@ -271,24 +271,24 @@ impl MetricsLog {
     }
 
     /// Returns the reason for which an older log was kept aside, and its new name.
-    pub fn note(&self) -> Option<&str> {
+    pub fn moved_aside(&self) -> Option<&str> {
         self.note.as_deref()
     }
 
     /// Continues the log at `path` after optimizer step `step`: drops later entries and a truncated
     /// last line, and keeps the rest as it is. Creates an empty log if the file does not exist.
-    /// Moves an unreadable file aside ([`MetricsLog::note`]).
+    /// Moves an unreadable file aside ([`MetricsLog::moved_aside`]).
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn resume(path: &Path, step: u64) -> Result<Self> {
-        let found = match path.metadata() {
+        let metadata = match path.metadata() {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Self::create(path),
             // Opening a pipe would wait.
             Ok(found) if !found.is_file() => Err("it is not a regular file".to_owned()),
             _ => fs::read(path).map_err(|error| error.to_string()),
         };
-        let text = match found {
+        let text = match metadata {
             Ok(text) => text,
             Err(why) => {
                 let aside = set_aside(path)?;
@@ -298,16 +298,16 @@ impl MetricsLog {
             }
         };
         let (entries, bad) = parse(&text);
-        let mut kept = Vec::new();
+        let mut remaining = Vec::new();
         for (line, _) in entries.iter().filter(|(_, entry)| entry.step() <= step) {
-            kept.extend_from_slice(line);
-            kept.push(b'\n');
+            remaining.extend_from_slice(line);
+            remaining.push(b'\n');
         }
         let mut note = None;
-        if kept != text {
+        if remaining != text {
             // Into another file first: a crash in between must not cost the record.
             let beside = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
-            let write = |file: &mut File| file.write_all(&kept).and_then(|()| file.sync_all());
+            let write = |file: &mut File| file.write_all(&remaining).and_then(|()| file.sync_all());
             let written = File::create(&beside).and_then(|mut file| write(&mut file));
             written.map_err(|e| Error::io("write", &beside, &e))?;
             if let Some(first) = bad.first() {

@@ -179,7 +179,7 @@ fn left(deadline: Instant) -> io::Result<Duration> {
 
 /// Returns the answer to the request that begins with `head`; none while the head is incomplete.
 fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<PageAnswer> {
-    let told = |status, text: &str| {
+    let answer = |status, text: &str| {
         Some(PageAnswer { status, headers: "", text: format!("{text}\n").into(), with_body: true })
     };
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
@@ -188,13 +188,13 @@ fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<Pa
         Ok(httparse::Status::Partial) if head.len() < MOST_BYTES => return None,
         Ok(httparse::Status::Complete(_)) => {}
         Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => {
-            return told("431 Request Header Fields Too Large", "the request is too long");
+            return answer("431 Request Header Fields Too Large", "the request is too long");
         }
-        Err(_) => return told("400 Bad Request", "this is not an HTTP request"),
+        Err(_) => return answer("400 Bad Request", "this is not an HTTP request"),
     }
     let (method, target) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
     if target.split('?').next() != Some(path) {
-        let mut answer = told("404 Not Found", &format!("only {path} is available"))?;
+        let mut answer = answer("404 Not Found", &format!("only {path} is available"))?;
         answer.with_body = method != "HEAD";
         return Some(answer);
     }
@@ -202,7 +202,7 @@ fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<Pa
         "GET" | "HEAD" => {
             Some(PageAnswer { status: "200 OK", headers: "", text: page(), with_body: method == "GET" })
         }
-        _ => told("405 Method Not Allowed", "only GET and HEAD are allowed")
+        _ => answer("405 Method Not Allowed", "only GET and HEAD are allowed")
             .map(|answer| PageAnswer { headers: "Allow: GET, HEAD\r\n", ..answer }),
     }
 }

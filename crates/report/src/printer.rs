@@ -54,12 +54,12 @@ impl<S: 'static> Printer<S> {
     /// `tell_dropped`. Returns none if the system starts no thread.
     pub(super) fn start(
         make: impl FnOnce() -> S + Send + 'static,
-        tell_dropped: fn(&mut S, u64),
+        report_dropped: fn(&mut S, u64),
     ) -> Option<Self> {
         let queue = PrintQueue { jobs: VecDeque::new(), is_writing: false, done: 0, dropped: 0 };
         let shared = Arc::new(SharedQueue { queue: Mutex::new(queue), changed: Condvar::new() });
         let theirs = Arc::clone(&shared);
-        threads::start("terminal", move || theirs.write(make(), tell_dropped)).ok()?;
+        threads::start("terminal", move || theirs.write(make(), report_dropped)).ok()?;
         Some(Printer(shared))
     }
 
@@ -101,7 +101,7 @@ impl<S> SharedQueue<S> {
     }
 
     /// Runs jobs as they come, as long as the process lives.
-    fn write(&self, mut state: S, tell_dropped: fn(&mut S, u64)) {
+    fn write(&self, mut state: S, report_dropped: fn(&mut S, u64)) {
         let mut queue = self.lock();
         loop {
             let waits = |queue: &mut PrintQueue<S>| queue.jobs.is_empty() && queue.dropped == 0;
@@ -117,7 +117,7 @@ impl<S> SharedQueue<S> {
                     job(&mut state);
                 }
                 if dropped > 0 {
-                    tell_dropped(&mut state, dropped);
+                    report_dropped(&mut state, dropped);
                 }
             }));
             queue = self.lock();
@@ -135,8 +135,8 @@ mod tests {
 
     /// Returns a printer whose terminal accepts nothing until the sender is dropped.
     fn stalled() -> (Printer<Vec<String>>, Sender<()>) {
-        let tell = |lines: &mut Vec<String>, dropped: u64| lines.push(format!("{dropped} dropped"));
-        let printer = Printer::start(Vec::new, tell).unwrap();
+        let report_dropped = |lines: &mut Vec<String>, dropped: u64| lines.push(format!("{dropped} dropped"));
+        let printer = Printer::start(Vec::new, report_dropped).unwrap();
         let (begun, begins) = channel();
         let (go_on, wait) = channel();
         printer.hand_over(JobKind::Kept, move |_| {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     /// Returns all that the printer writes once the terminal accepts output again.
-    fn said(printer: &Printer<Vec<String>>, go_on: Sender<()>) -> Vec<String> {
+    fn written(printer: &Printer<Vec<String>>, go_on: Sender<()>) -> Vec<String> {
         drop(go_on);
         assert!(printer.flush(Duration::from_secs(60)));
         let (sender, all) = channel();
@@ -163,11 +163,11 @@ mod tests {
             printer.hand_over(JobKind::Line, move |lines| lines.push(format!("line {nth}")));
         }
         assert!(!printer.flush(Duration::from_millis(1)));
-        let said = said(&printer, go_on);
-        let kept: Vec<_> = (0..2 * WAITING).map(|nth| format!("line {nth}")).collect();
+        let written = written(&printer, go_on);
+        let printed: Vec<_> = (0..2 * WAITING).map(|nth| format!("line {nth}")).collect();
         let dropped = format!("{} dropped", 5000 - 2 * WAITING);
-        assert!(said.contains(&dropped), "{said:?}");
-        assert!(said.iter().filter(|line| **line != dropped).eq(&kept), "in order: {said:?}");
+        assert!(written.contains(&dropped), "{written:?}");
+        assert!(written.iter().filter(|line| **line != dropped).eq(&printed), "in order: {written:?}");
     }
 
     #[test]
@@ -188,8 +188,8 @@ mod tests {
         for _ in 0..3 * WAITING {
             printer.hand_over(JobKind::Kept, |lines| lines.push("kept".into()));
         }
-        let said = said(&printer, go_on);
-        let count = |text: &str| said.iter().filter(|line| *line == text).count();
+        let written = written(&printer, go_on);
+        let count = |text: &str| written.iter().filter(|line| *line == text).count();
         assert_eq!([count("progress"), count("line"), count("kept")], [WAITING, 1, 3 * WAITING]);
     }
 }

@@ -54,7 +54,7 @@ enum Screen {
 /// The current work, shown as a bar or as plain lines.
 enum CurrentWork {
     Steps { first: u64, total: u64, started: Instant },
-    Download { file: String, bytes: u64, told_quarters: u64 },
+    Download { file: String, bytes: u64, printed_quarters: u64 },
 }
 
 /// The lines that a full-screen view shows in place of the screen.
@@ -92,8 +92,8 @@ pub struct Terminal {
 
 /// Writes the last message of a command or of a panicking thread to stderr, after all earlier
 /// output, with control characters escaped.
-pub fn say(text: &dyn Display) {
-    Terminal::stderr(Verbosity::Quiet).say_last(&text.to_string());
+pub fn print_last(text: &dyn Display) {
+    Terminal::stderr(Verbosity::Quiet).print_last(&text.to_string());
 }
 
 /// Waits until the terminal has accepted all output, or none for two seconds.
@@ -113,7 +113,7 @@ impl Terminal {
             return Self::plain(verbosity, io::stderr());
         }
         let voice = match PRINTER
-            .get_or_init(|| Printer::start(TerminalState::on_screen, TerminalState::tell_dropped))
+            .get_or_init(|| Printer::start(TerminalState::on_screen, TerminalState::report_dropped))
         {
             Some(printer) => Voice::Printer(printer),
             None => Voice::Caller(Arc::new(Mutex::new(TerminalState::on_screen()))),
@@ -212,7 +212,7 @@ impl Terminal {
         self.hand_over(JobKind::Line, move |state| state.emit(&text));
     }
 
-    fn say_last(&self, text: &str) {
+    fn print_last(&self, text: &str) {
         let text = printable(text).into_owned();
         self.hand_over(JobKind::Kept, move |state| {
             state.close_view();
@@ -228,7 +228,7 @@ impl Terminal {
     /// Writes the error that ends the process, even if quiet. Waits until it is written, at most
     /// until the terminal has accepted no output for two seconds.
     pub fn last_words(&self, error: &Error) {
-        self.say_last(&error.to_string());
+        self.print_last(&error.to_string());
         self.flush();
     }
 
@@ -332,7 +332,7 @@ impl Terminal {
         let file = printable(file).into_owned();
         self.arrived.store(0, Ordering::Relaxed);
         self.hand_over(JobKind::Kept, move |state| {
-            let work = CurrentWork::Download { file: file.clone(), bytes, told_quarters: 0 };
+            let work = CurrentWork::Download { file: file.clone(), bytes, printed_quarters: 0 };
             state.begin(work, bytes, 0, template);
             match &state.bar {
                 Some(bar) => bar.set_message(file),
@@ -375,7 +375,7 @@ impl TerminalState {
         self.emit(&line);
     }
 
-    fn tell_dropped(&mut self, lines: u64) {
+    fn report_dropped(&mut self, lines: u64) {
         self.warn(&format!("the terminal took no output: finetune dropped {}", units::exact(lines, "line")));
     }
 
@@ -408,7 +408,7 @@ impl TerminalState {
             bar.set_message(format!("{figures}  {left} left"));
             self.park();
             self.last_step = Some(line);
-        } else if is_told(step, first, total) {
+        } else if is_printed(step, first, total) {
             self.clear_bar();
             self.emit(&line);
         }
@@ -420,13 +420,13 @@ impl TerminalState {
             bar.set_position(done);
             self.park();
         }
-        let Some(CurrentWork::Download { file, bytes: total, told_quarters }) = &mut self.work else {
+        let Some(CurrentWork::Download { file, bytes: total, printed_quarters }) = &mut self.work else {
             return;
         };
         let quarters = (done * 4).checked_div(*total).unwrap_or(4).min(4);
         // `download_finish` prints the last quarter.
-        if quarters > *told_quarters && quarters < 4 {
-            *told_quarters = quarters;
+        if quarters > *printed_quarters && quarters < 4 {
+            *printed_quarters = quarters;
             let text = format!("{file}: {} of {}", units::bytes(done), units::bytes(*total));
             if self.bar.is_none() {
                 self.emit(&text);
@@ -519,7 +519,7 @@ fn has_colours() -> bool {
 }
 
 /// Returns whether a run from `first` to `total` prints a plain line for `step`.
-fn is_told(step: u64, first: u64, total: u64) -> bool {
+fn is_printed(step: u64, first: u64, total: u64) -> bool {
     step == first + 1 || step >= total || step.is_multiple_of(stride(total.saturating_sub(first)))
 }
 
@@ -566,8 +566,8 @@ mod tests {
     fn a_run_of_any_length_writes_a_readable_number_of_lines() {
         for (total, least, most) in [(1, 1, 1), (20, 20, 20), (47, 20, 50), (1000, 20, 50), (123_456, 20, 50)]
         {
-            let told = (1..=total).filter(|&step| is_told(step, 0, total)).count();
-            assert!((least..=most).contains(&told), "{told} lines for {total} steps");
+            let lines = (1..=total).filter(|&step| is_printed(step, 0, total)).count();
+            assert!((least..=most).contains(&lines), "{lines} lines for {total} steps");
         }
         assert_eq!(stride(31), 2);
         assert_eq!(stride(1000), 50);
@@ -586,15 +586,15 @@ mod tests {
         terminal.download_advance(1);
         terminal.download_advance(3);
         terminal.download_finish();
-        let said = std::fs::read_to_string(path.path()).unwrap();
-        assert_eq!(said.lines().count(), 7, "{said}");
-        assert!(said.chars().all(|c| c == '\n' || !c.is_control()), "{said:?}");
+        let output = std::fs::read_to_string(path.path()).unwrap();
+        assert_eq!(output.lines().count(), 7, "{output}");
+        assert!(output.chars().all(|c| c == '\n' || !c.is_control()), "{output:?}");
     }
 
     #[test]
     fn resumed_runs_tell_their_first_step() {
-        assert!(is_told(901, 900, 1000));
-        assert!(!is_told(902, 900, 1000));
-        assert!(is_told(905, 900, 1000));
+        assert!(is_printed(901, 900, 1000));
+        assert!(!is_printed(902, 900, 1000));
+        assert!(is_printed(905, 900, 1000));
     }
 }

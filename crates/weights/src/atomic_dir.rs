@@ -35,11 +35,11 @@ impl AtomicDir {
                 .because("the folder is not empty")
                 .hint("give a new or empty folder as `--output`"));
         }
-        let place = resolved(place)?;
-        if let (Some(parent), Some(name)) = (place.parent(), place.file_name()) {
+        let path = resolved(place)?;
+        if let (Some(parent), Some(name)) = (path.parent(), path.file_name()) {
             unfinished::sweep(parent, |base| base == name.to_string_lossy());
         }
-        Self::beside(&place)
+        Self::beside(&path)
     }
 
     /// Creates the temporary folder of `place` beside it. The caller handles anything at `place`
@@ -49,14 +49,14 @@ impl AtomicDir {
     /// User: the temporary name exists already. Storage: the folder cannot be created.
     pub fn beside(place: &Path) -> Result<Self> {
         // `out/` and `out` are the same path; a sibling needs the name alone.
-        let place: PathBuf = place.components().collect();
-        let temporary = Self::shared(&place, std::process::id());
+        let path: PathBuf = place.components().collect();
+        let temporary = Self::shared(&path, std::process::id());
         let cannot = |error| Error::io("create", &temporary, &error);
         temporary.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(cannot)?;
         match std::fs::create_dir(&temporary) {
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
                 let temporary = temporary.display();
-                Err(Error::user(format!("cannot write to {}", place.display()))
+                Err(Error::user(format!("cannot write to {}", path.display()))
                     .because(format!(
                         "its temporary name {temporary} exists already, perhaps from a killed run"
                     ))
@@ -65,8 +65,8 @@ impl AtomicDir {
             Err(error) => Err(cannot(error)),
             Ok(()) => {
                 let made = File::open(&temporary);
-                let taken = made.and_then(|made| Unfinished::of(temporary.clone(), &made));
-                taken.map(|temporary| Self { place, temporary }).map_err(cannot)
+                let temporary_folder = made.and_then(|made| Unfinished::of(temporary.clone(), &made));
+                temporary_folder.map(|temporary| Self { place: path, temporary }).map_err(cannot)
             }
         }
     }
@@ -85,8 +85,8 @@ impl AtomicDir {
     /// Returns the temporary folder that another process or thread created for `place` with this
     /// tag.
     pub fn shared(place: &Path, tag: u32) -> PathBuf {
-        let place: PathBuf = place.components().collect();
-        Unfinished::beside(&place, tag)
+        let path: PathBuf = place.components().collect();
+        Unfinished::beside(&path, tag)
     }
 
     /// Returns the path to write to until the commit.
@@ -117,9 +117,9 @@ impl AtomicDir {
     /// # Errors
     /// Storage: the rename or the flush after it fails.
     pub fn rename(self) -> Result<()> {
-        let place = self.place;
-        self.temporary.replace(&place).map_err(|error| Error::io("write to", &place, &error))?;
-        place.parent().map_or(Ok(()), sync_folder)
+        let path = self.place;
+        self.temporary.replace(&path).map_err(|error| Error::io("write to", &path, &error))?;
+        path.parent().map_or(Ok(()), sync_folder)
     }
 }
 
@@ -152,24 +152,24 @@ mod tests {
 
     #[test]
     fn what_a_killed_process_left_goes() {
-        let place = tempfile::tempdir().expect("a folder");
-        let left = place.path().join(format!("out.tmp-{}", u32::MAX));
+        let parent = tempfile::tempdir().expect("a folder");
+        let left = parent.path().join(format!("out.tmp-{}", u32::MAX));
         std::fs::create_dir(&left).expect("a folder");
         std::fs::write(left.join("model.safetensors"), "half").expect("a file");
-        let folder = AtomicDir::create(&place.path().join("out/")).expect("a new folder");
+        let folder = AtomicDir::create(&parent.path().join("out/")).expect("a new folder");
         // The folder of another active writer to the same path stays.
-        assert_eq!(names(place.path()), [format!("out.tmp-{}", std::process::id())]);
-        unfinished::sweep(place.path(), |base| base == "out");
+        assert_eq!(names(parent.path()), [format!("out.tmp-{}", std::process::id())]);
+        unfinished::sweep(parent.path(), |base| base == "out");
         std::fs::write(folder.path().join("a"), "a").expect("a file");
         folder.commit().expect("committed");
-        assert_eq!(names(place.path()), ["out"]);
+        assert_eq!(names(parent.path()), ["out"]);
     }
 
     #[cfg(unix)]
     #[test]
     fn a_link_is_followed_to_an_empty_folder_and_nowhere_else() {
-        let place = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| place.path().join(name);
+        let parent = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| parent.path().join(name);
         std::fs::create_dir(at("there")).expect("a folder");
         std::os::unix::fs::symlink("there", at("link")).expect("a link");
         std::os::unix::fs::symlink("nowhere", at("loose")).expect("a link");

@@ -160,8 +160,8 @@ impl KeptDigest {
 
     fn find(folder: &Path, files: &[FileStamp]) -> Option<String> {
         let text = std::fs::read_to_string(Self::place(folder, files)).ok()?;
-        let kept: KeptDigest = serde_json::from_str(&text).ok()?;
-        (kept.schema == SCHEMA && kept.files == files).then_some(kept.digest)
+        let stored: KeptDigest = serde_json::from_str(&text).ok()?;
+        (stored.schema == SCHEMA && stored.files == files).then_some(stored.digest)
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
@@ -184,17 +184,17 @@ mod tests {
     fn packed_weights_are_known_again_with_their_config() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().join("tests/golden");
         let golden = golden.join("qbases/models/tiny-fp8-block");
-        let kept = tempfile::tempdir().expect("a folder");
-        let first = wait_for(&golden, kept.path());
+        let cache = tempfile::tempdir().expect("a folder");
+        let first = wait_for(&golden, cache.path());
         let entry =
-            std::fs::read_dir(kept.path()).expect("listed").next().expect("one").expect("read").path();
+            std::fs::read_dir(cache.path()).expect("listed").next().expect("one").expect("read").path();
         let text = std::fs::read_to_string(&entry).expect("read").replace(&first, "as kept");
         std::fs::write(&entry, &text).expect("written");
-        assert_eq!(wait_for(&golden, kept.path()), "as kept");
+        assert_eq!(wait_for(&golden, cache.path()), "as kept");
         let (weights, config) = text.rsplit_once("\"bytes\":").expect("two stamps");
         assert!(weights.ends_with("config.json\","), "{weights}");
         std::fs::write(&entry, format!("{weights}\"bytes\":1{config}")).expect("written");
-        assert_eq!(wait_for(&golden, kept.path()), first);
+        assert_eq!(wait_for(&golden, cache.path()), first);
     }
 
     /// Each bit counts, at any position; a file in the cache is not read, a changed one is.
@@ -205,11 +205,12 @@ mod tests {
             .nth(2)
             .unwrap()
             .join("tests/golden/quant/tiny-llama-bnb-nf4");
-        let (folder, kept) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+        let (folder, cache) =
+            (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
         let path = folder.path().join("model.safetensors");
         let bytes = std::fs::read(golden.join("model.safetensors")).expect("golden");
-        let first = wait_for(&golden, kept.path());
-        let names = || std::fs::read_dir(kept.path()).expect("listed").count();
+        let first = wait_for(&golden, cache.path());
+        let names = || std::fs::read_dir(cache.path()).expect("listed").count();
         let files = ModelFiles::open(&golden).expect("opens");
         let mut places: Vec<usize> = Vec::new();
         for (name, info) in files.tensors().step_by(5) {
@@ -222,20 +223,20 @@ mod tests {
             let mut bytes = bytes.clone();
             bytes[at] ^= 4;
             std::fs::write(&path, bytes).expect("written");
-            assert_ne!(wait_for(folder.path(), kept.path()), first, "byte {at}");
+            assert_ne!(wait_for(folder.path(), cache.path()), first, "byte {at}");
         }
         std::fs::write(&path, &bytes).expect("written");
-        assert_eq!(wait_for(folder.path(), kept.path()), first);
+        assert_eq!(wait_for(folder.path(), cache.path()), first);
         // Just written: not cached.
         assert_eq!(names(), 1, "the golden files alone");
         let entry =
-            std::fs::read_dir(kept.path()).expect("listed").next().expect("one").expect("read").path();
+            std::fs::read_dir(cache.path()).expect("listed").next().expect("one").expect("read").path();
         let text = std::fs::read_to_string(&entry).expect("read");
         std::fs::write(&entry, text.replace(&first, "as kept")).expect("written");
-        assert_eq!(wait_for(&golden, kept.path()), "as kept");
+        assert_eq!(wait_for(&golden, cache.path()), "as kept");
         std::fs::write(&entry, text.replace("\"bytes\":", "\"bytes\":1")).expect("written");
-        assert_eq!(wait_for(&golden, kept.path()), first, "another size");
+        assert_eq!(wait_for(&golden, cache.path()), first, "another size");
         std::fs::write(&entry, "no JSON").expect("written");
-        assert_eq!(wait_for(&golden, kept.path()), first);
+        assert_eq!(wait_for(&golden, cache.path()), first);
     }
 }

@@ -92,7 +92,7 @@ impl ModelFiles {
                 .because(format!("`{}` and `{}` are names of one tensor", clip(&one), clip(&other)))
                 .hint("save the model again with transformers, or remove one of the two")
         })?;
-        self.renamed = tensor_names::note(&renamed);
+        self.renamed = tensor_names::rename_warning(&renamed);
         for (old, new) in renamed {
             if let Some(info) = self.tensors.remove(&old) {
                 self.tensors.insert(new.clone(), info);
@@ -103,16 +103,16 @@ impl ModelFiles {
     }
 
     fn recognised(mut self) -> Result<Self> {
-        let place = &self.place;
-        let config = sidecar_files::config_if_any(place)?;
+        let folder = &self.place;
+        let config = sidecar_files::config_if_any(folder)?;
         let shards = &self.shards;
         let reader = ModelReader::of(config.as_ref())
-            .during(|| format!("cannot read a model from {}", place.display()))?;
-        let found = reader.recognise(&mut self.tensors, &|info| {
+            .during(|| format!("cannot read a model from {}", folder.display()))?;
+        let parts = reader.recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
-        self.parts.extend(found);
-        self.note_packing();
+        self.parts.extend(parts);
+        self.describe_packing();
         Ok(self)
     }
 
@@ -148,9 +148,9 @@ impl ModelFiles {
             files.add_file(&path, remote)?;
         }
         for (tensor, shard) in &weight_map {
-            let found = files.tensors.get(tensor).map(|info| info.file.file_name());
-            if found != Some(Some(shard.as_ref())) {
-                let cause = match found.flatten() {
+            let actual = files.tensors.get(tensor).map(|info| info.file.file_name());
+            if actual != Some(Some(shard.as_ref())) {
+                let cause = match actual.flatten() {
                     Some(other) => format!("it is in {}", other.display()),
                     None => "no shard has it".into(),
                 };
@@ -196,7 +196,7 @@ impl ModelFiles {
         parts: BTreeMap<String, StoredParts>,
     ) -> Self {
         let mut files = Self { shards, tensors, parts, ..Self::empty(place) };
-        files.note_packing();
+        files.describe_packing();
         files
     }
 
@@ -253,11 +253,11 @@ impl ModelFiles {
 
     /// Returns warnings about renamed tensors, about packed ones, and about tensors that are unused
     /// or used in another way than config.json describes.
-    pub fn notes(&self) -> impl Iterator<Item = &str> {
+    pub fn warnings(&self) -> impl Iterator<Item = &str> {
         self.renamed.iter().chain(&self.packing).chain(&self.notes).map(String::as_str)
     }
 
-    /// Removes the warning about renamed tensors from [`ModelFiles::notes`].
+    /// Removes the warning about renamed tensors from [`ModelFiles::warnings`].
     pub fn forget_names(&mut self) {
         self.renamed = None;
     }
@@ -306,7 +306,7 @@ impl ModelFiles {
     }
 
     /// Removes the tensors whose names are `unused` from the list. Returns their number.
-    pub fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
+    pub fn remove_unused(&mut self, unused: impl Fn(&str) -> bool) -> usize {
         let before = self.tensors.len();
         self.tensors.retain(|name, _| !unused(name));
         self.parts.retain(|name, _| !unused(name));
@@ -325,8 +325,8 @@ impl ModelFiles {
                 self.kept.tensors.extend(info.map(|info| (stored, info)));
             }
         }
-        let kept = self.kept.count() - before;
-        [kept, count - kept]
+        let added = self.kept.count() - before;
+        [added, count - added]
     }
 
     /// Makes written models the whole image-text model, or only its text part.
@@ -362,8 +362,8 @@ impl ModelFiles {
         self.stored_format(name).is_none() && !self.info(name).is_some_and(TensorInfo::is_transposed)
     }
 
-    /// Adds a warning to [`ModelFiles::notes`].
-    pub fn note(&mut self, note: String) {
+    /// Adds a warning to [`ModelFiles::warnings`].
+    pub fn add_warning(&mut self, note: String) {
         self.notes.push(note);
     }
 
@@ -432,8 +432,8 @@ impl ModelFiles {
             return Ok(None);
         };
         let codes = self.stored(name, info.shard, &info.range)?;
-        let place = |place: &ShardRange| self.stored(name, place.shard, &place.range);
-        QuantizedTensor::new(parts, codes, place).map(Some)
+        let part_of = |place: &ShardRange| self.stored(name, place.shard, &place.range);
+        QuantizedTensor::new(parts, codes, part_of).map(Some)
     }
 
     /// Returns bytes of a file, for tensor `name`.

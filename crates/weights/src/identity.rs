@@ -141,7 +141,7 @@ impl ModelIdentity {
 
     /// Returns whether the digest of every byte is known, of this model or of its unquantized
     /// original.
-    pub fn says_every_byte(&self) -> bool {
+    pub fn covers_every_byte(&self) -> bool {
         self.with_original().any(|one| one.whole().is_some())
     }
 
@@ -179,7 +179,7 @@ impl ModelIdentity {
     }
 
     /// Returns it as text, with the digest by which it is compared with `other`.
-    pub fn told_from(&self, other: &Self) -> String {
+    pub fn described_beside(&self, other: &Self) -> String {
         let pairs = [(self.whole(), other.whole()), (self.sampled(), other.sampled())];
         let compared = pairs.into_iter().find_map(|(own, theirs)| own.filter(|_| theirs.is_some()));
         self.with_shown(compared.or(self.digest()))

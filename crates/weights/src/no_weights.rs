@@ -20,11 +20,11 @@ pub(super) fn no_weights(folder: &Path) -> Error {
         entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
     let with = |extensions: &[&str]| {
-        let found = |name: &&String| {
+        let has_extension = |name: &&String| {
             let extension = Path::new(name.as_str()).extension();
             extension.is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
         };
-        names.iter().filter(found).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
+        names.iter().filter(has_extension).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
     };
     let pickles = with(&["bin", "pth", "pt", "ckpt", "pkl"]);
     let ggufs = with(&["gguf"]);

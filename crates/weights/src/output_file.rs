@@ -47,12 +47,12 @@ impl OutputKind {
         let refused = |why: String| Error::user(format!("cannot write {}", path.display())).because(why);
         let elsewhere =
             |other: &str| format!("give another path with `{}`, or remove the {other}", self.option);
-        let found = match path.symlink_metadata() {
+        let metadata = match path.symlink_metadata() {
             Ok(found) => found,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(Error::io("write", path, &error)),
         };
-        if found.is_dir() {
+        if metadata.is_dir() {
             let proposed = path.join(self.example);
             return Err(refused(format!("it is a folder; {} is one file", self.what)).hint(format!(
                 "write `{} {}`",
@@ -60,7 +60,7 @@ impl OutputKind {
                 proposed.display()
             )));
         }
-        if found.is_symlink() {
+        if metadata.is_symlink() {
             return Err(
                 refused("it is a link; finetune does not write through links".into()).hint(elsewhere("link"))
             );
@@ -171,9 +171,9 @@ fn begins_with(path: &Path, beginning: &str) -> io::Result<bool> {
     if !file.metadata()?.is_file() {
         return Ok(false);
     }
-    let mut found = Vec::new();
-    file.take(beginning.len() as u64).read_to_end(&mut found)?;
-    Ok(found == beginning.as_bytes())
+    let mut start = Vec::new();
+    file.take(beginning.len() as u64).read_to_end(&mut start)?;
+    Ok(start == beginning.as_bytes())
 }
 
 #[cfg(test)]
@@ -217,22 +217,22 @@ mod tests {
     #[test]
     fn what_comes_meanwhile_stays() {
         let folder = tempfile::tempdir().expect("a folder");
-        let place = folder.path().join("p");
+        let path = folder.path().join("p");
         let begin = || {
-            let mut file = PAGE.create(&place, 7).expect("nothing is there");
+            let mut file = PAGE.create(&path, 7).expect("nothing is there");
             file.put(b"<page>1").expect("room");
             file
         };
         let file = begin();
-        std::fs::write(&place, "precious").expect("a file");
+        std::fs::write(&path, "precious").expect("a file");
         let error = file.commit().expect_err("it came meanwhile");
         assert_eq!(error.causes().last().expect("one"), "it appeared while finetune wrote the new file");
-        assert_eq!(std::fs::read(&place).expect("a file"), b"precious");
-        std::fs::remove_file(&place).expect("a file");
+        assert_eq!(std::fs::read(&path).expect("a file"), b"precious");
+        std::fs::remove_file(&path).expect("a file");
         let file = begin();
-        std::fs::write(&place, "<page>0").expect("a file");
+        std::fs::write(&path, "<page>0").expect("a file");
         file.commit().expect("an older page");
-        assert_eq!(std::fs::read(&place).expect("a file"), b"<page>1");
+        assert_eq!(std::fs::read(&path).expect("a file"), b"<page>1");
         assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 1);
     }
 }

@@ -141,7 +141,7 @@ mod tests {
     /// The identities of models contain these texts.
     #[test]
     fn fingerprints_stay_and_tell_formats_apart() {
-        let place = || ShardRange { shard: 0, range: 0..0 };
+        let shard_range = || ShardRange { shard: 0, range: 0..0 };
         let format = PackedFormat {
             codes: CodeLayout::ColumnWords,
             bits: 4,
@@ -153,7 +153,7 @@ mod tests {
             scales: ScaleDtype::F16,
             zero_offset: 1,
         };
-        let (scales, zeros, groups) = (place(), Some(place()), None);
+        let (scales, zeros, groups) = (shard_range(), Some(shard_range()), None);
         let first = PackedParts {
             name: "gptq int4",
             format,
@@ -178,7 +178,7 @@ mod tests {
             with(PackedFormat { scales: ScaleDtype::E8m0, ..format }),
             with(PackedFormat { zero_offset: 0, ..format }),
             PackedParts { zeros: None, ..first.clone() }.fingerprint(),
-            PackedParts { groups: Some(place()), ..first.clone() }.fingerprint(),
+            PackedParts { groups: Some(shard_range()), ..first.clone() }.fingerprint(),
         ];
         insta::assert_snapshot!(others.join("\n"), @"
         gptq int4 InterleavedWords 4 1 4 F16 1+1 0

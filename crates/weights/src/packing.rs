@@ -16,7 +16,7 @@ impl ModelFiles {
     /// Returns whether it changes any weight.
     pub fn keep_packed(&mut self) -> bool {
         self.keeps_packed = true;
-        self.note_packing();
+        self.describe_packing();
         self.parts.keys().any(|name| self.kept_format(name).is_some())
     }
 
@@ -56,14 +56,14 @@ impl ModelFiles {
             return Ok(true);
         }
         let Some(format) = self.kept_format(name) else { return Ok(false) };
-        let (info, place) =
+        let (info, part_of) =
             (self.require(name)?, |place: &ShardRange| self.stored(name, place.shard, &place.range));
         match (self.parts(name), format) {
             (Some(StoredParts::Packed(parts)), QuantFormat::Grid(format)) => {
                 let codes = self.stored(name, info.shard, &info.range)?;
-                parts.tensor(codes, place)?.copy_to(&format, &mut to.runs);
+                parts.tensor(codes, part_of)?.copy_to(&format, &mut to.runs);
             }
-            (Some(StoredParts::Blocks(parts)), format) => parts.copy_to(format, &mut to.runs, place)?,
+            (Some(StoredParts::Blocks(parts)), format) => parts.copy_to(format, &mut to.runs, part_of)?,
             _ => return Ok(false),
         }
         // A truncation during the copy counts too.
@@ -71,8 +71,8 @@ impl ModelFiles {
         Ok(true)
     }
 
-    /// Describes the packed weights in [`ModelFiles::notes`].
-    pub(super) fn note_packing(&mut self) {
+    /// Describes the packed weights in [`ModelFiles::warnings`].
+    pub(super) fn describe_packing(&mut self) {
         let mut counts: BTreeMap<(&str, Fate), usize> = BTreeMap::new();
         for (name, parts) in self.parts.iter().filter(|(_, parts)| parts.is_packed() && parts.has_codes()) {
             let fate = match self.kept_format(name) {

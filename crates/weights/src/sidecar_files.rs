@@ -160,15 +160,15 @@ fn modelopt_settings(folder: &Path) -> Result<Option<Map<String, Value>>> {
         return refused("it has no object `quantization`, which describes the weights".into());
     };
     let accepted = readers::MODELOPT_ALGORITHMS;
-    let found = settings.get("quant_algo");
-    if found.is_some_and(Value::is_null) {
+    let algorithm = settings.get("quant_algo");
+    if algorithm.is_some_and(Value::is_null) {
         return Ok(None);
     }
-    let name = found.and_then(Value::as_str);
+    let name = algorithm.and_then(Value::as_str);
     if !name.is_some_and(|name| accepted.iter().any(|known| known.eq_ignore_ascii_case(name))) {
-        let found = found.map_or("missing".into(), Value::to_string);
+        let actual = algorithm.map_or("missing".into(), Value::to_string);
         return refused(format!(
-            "`quantization.quant_algo` is {found}; accepted: null, \"{}\"",
+            "`quantization.quant_algo` is {actual}; accepted: null, \"{}\"",
             accepted.join("\", \"")
         ));
     }
@@ -214,9 +214,9 @@ impl TokenizerFiles {
     /// # Errors
     /// Storage: a folder cannot be read.
     pub fn of_adapter(folder: &Path, base: &Path) -> Result<Option<Self>> {
-        let found = vocabulary(folder)?;
-        let replaces = found == Some(TOKENIZER_JSON) || vocabulary(base)? != Some(TOKENIZER_JSON);
-        Ok(found.filter(|_| replaces).map(|_| TokenizerFiles {
+        let own = vocabulary(folder)?;
+        let replaces = own == Some(TOKENIZER_JSON) || vocabulary(base)? != Some(TOKENIZER_JSON);
+        Ok(own.filter(|_| replaces).map(|_| TokenizerFiles {
             folder: folder.to_owned(),
             changed: Vec::new(),
             has_template: false,

@@ -157,7 +157,7 @@ pub(super) fn tower(name: &str) -> String {
 }
 
 /// Returns a warning about changed names: `renamed` has new names by the old ones.
-pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
+pub(super) fn rename_warning(renamed: &BTreeMap<String, String>) -> Option<String> {
     let is_foreign = |(old, new): &(&String, &String)| ClassNames::usual_of_any(old).as_ref() != Some(*new);
     let foreign: Vec<_> = renamed.iter().filter(is_foreign).collect();
     let (old, new) = foreign.first()?;
@@ -235,7 +235,7 @@ mod tests {
             falcon.map(|name| rules.canonical(name)),
             ["model.layers.0.ln_attn.weight", "model.norm.weight"]
         );
-        assert_eq!(note(&rules.renamed(falcon).expect("two names")), None);
+        assert_eq!(rename_warning(&rules.renamed(falcon).expect("two names")), None);
     }
 
     #[test]
@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(twins, ("model.norm.weight".to_owned(), "norm.weight".to_owned()));
         let names = rules.renamed(["_orig_mod.lm_head.weight", "model.norm.weight"]).expect("two");
         assert!(
-            note(&names)
+            rename_warning(&names)
                 .is_some_and(|note| note.ends_with("`_orig_mod.lm_head.weight` is read as `lm_head.weight`"))
         );
     }

@@ -129,7 +129,7 @@ fn fill_gemma3(text: &mut Map<String, Value>) {
 /// Reduces Qwen's rotary positions in three directions to one, which is equal for text, by removing
 /// the kind and its sections.
 fn one_position(text: &mut Map<String, Value>, theta: f64) {
-    let mut says_theta = text.contains_key("rope_theta");
+    let mut has_theta = text.contains_key("rope_theta");
     for key in ["rope_scaling", "rope_parameters"] {
         let Some(Value::Object(rope)) = text.get_mut(key) else { continue };
         for section in ["mrope_section", "mrope_interleaved"] {
@@ -140,9 +140,9 @@ fn one_position(text: &mut Map<String, Value>, theta: f64) {
                 rope.insert(kind.into(), "default".into());
             }
         }
-        says_theta |= rope.contains_key("rope_theta");
+        has_theta |= rope.contains_key("rope_theta");
     }
-    if !says_theta {
+    if !has_theta {
         text.insert("rope_theta".into(), json!(theta));
     }
 }

@@ -38,8 +38,8 @@ pub(super) fn decode_transposed<T: StoredElement>(
             // The result below says so of other types.
             let _is_float = T::decode(stored, info.dtype, &mut column);
             for (row, value) in (first..).zip(&column) {
-                let place = (row * columns + at).checked_sub(start);
-                if let Some(out) = place.and_then(|place| out.get_mut(place)) {
+                let index = (row * columns + at).checked_sub(start);
+                if let Some(out) = index.and_then(|index| out.get_mut(index)) {
                     *out = *value;
                 }
             }

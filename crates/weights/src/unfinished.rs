@@ -146,10 +146,10 @@ impl Drop for Unfinished {
 /// attempts to begin, finish or drop block until the process ends, so the caller must end it.
 pub fn discard_unfinished() -> bool {
     let mut begun = begun();
-    let found = std::mem::take(&mut *begun);
-    found.iter().for_each(|path| discard(path));
+    let paths = std::mem::take(&mut *begun);
+    paths.iter().for_each(|path| discard(path));
     std::mem::forget(begun);
-    !found.is_empty()
+    !paths.is_empty()
 }
 
 /// Removes a file or a folder; the next process sweeps anything that cannot be removed.
@@ -232,9 +232,9 @@ fn is_shared(_: &File) -> bool {
 
 /// Returns the final name and the process id in `name`, if it is a temporary name.
 pub fn temporary(name: &str) -> Option<(&str, u32)> {
-    let (place, maker) = name.rsplit_once(MARK)?;
+    let (base, maker) = name.rsplit_once(MARK)?;
     let pid = ENDS.iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
-    pid.parse().ok().filter(|number: &u32| number.to_string() == pid).map(|pid| (place, pid))
+    pid.parse().ok().filter(|number: &u32| number.to_string() == pid).map(|pid| (base, pid))
 }
 
 /// Returns whether a process of this host with the id `pid` is alive, and true if the system does
@@ -346,20 +346,20 @@ mod tests {
 
     #[test]
     fn what_is_dropped_goes_and_what_is_renamed_stays() {
-        let place = tempfile::tempdir().expect("a folder");
-        let (path, made) = file(place.path(), "a.tmp-1");
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, made) = file(folder.path(), "a.tmp-1");
         drop(Unfinished::of(path.clone(), &made).expect("handles"));
         assert!(!path.exists());
-        let (path, made) = file(place.path(), "a.tmp-1");
-        Unfinished::of(path, &made).expect("handles").replace(&place.path().join("a")).expect("renamed");
-        assert!(place.path().join("a").exists());
+        let (path, made) = file(folder.path(), "a.tmp-1");
+        Unfinished::of(path, &made).expect("handles").replace(&folder.path().join("a")).expect("renamed");
+        assert!(folder.path().join("a").exists());
     }
 
     /// Only leftovers of the same path are removed, of ended processes without a lock.
     #[test]
     fn leftovers_are_swept_and_nothing_else() {
-        let place = tempfile::tempdir().expect("a folder");
-        let at = |name: String| place.path().join(name);
+        let temporary = tempfile::tempdir().expect("a folder");
+        let at = |name: String| temporary.path().join(name);
         let own = std::process::id();
         let folder = at(format!("out.tmp-{GONE}"));
         std::fs::create_dir(&folder).expect("a folder");
@@ -367,20 +367,20 @@ mod tests {
         let gone = [folder, at(format!("out.tmp-{GONE}-removed")), at(format!("out.tmp-{own}"))];
         std::fs::create_dir(&gone[1]).expect("a folder");
         std::fs::write(&gone[2], "of an earlier process").expect("a file");
-        let mut kept = Vec::new();
+        let mut remaining = Vec::new();
         for name in ["out", "other.tmp-4294967295", "out.tmp-mine", "out.tmp-1"] {
-            kept.push(at(name.to_owned()));
-            std::fs::write(kept.last().expect("one"), "kept").expect("a file");
+            remaining.push(at(name.to_owned()));
+            std::fs::write(remaining.last().expect("one"), "kept").expect("a file");
         }
         let held = at("out.tmp-4294967294".to_owned());
         let holder = File::create(&held).expect("a file");
         holder.lock().expect("a lock");
-        kept.push(held);
-        sweep(place.path(), |name| name == "out");
+        remaining.push(held);
+        sweep(temporary.path(), |name| name == "out");
         for path in &gone {
             assert!(!path.exists(), "{} stayed", path.display());
         }
-        for path in &kept {
+        for path in &remaining {
             assert!(path.exists(), "{} went", path.display());
         }
     }

@@ -74,8 +74,8 @@ mod tests {
             stack: Some(Arc::clone(&stack)),
         };
         let value = |expert: usize, at: usize| (1000 * expert + at) as f32;
-        let place = tempfile::tempdir().map_err(|error| Error::internal(error.to_string()))?;
-        let path = place.path().join("model.safetensors");
+        let folder = tempfile::tempdir().map_err(|error| Error::internal(error.to_string()))?;
+        let path = folder.path().join("model.safetensors");
         let entries: Vec<WriteEntry> = (0..experts).map(entry).collect();
         write_file(&path, &entries, |entry, sink| {
             let expert = entries.iter().position(|one| one == entry).unwrap_or_default();
@@ -93,9 +93,9 @@ mod tests {
         files.unstack(StackParts { stack, parts: (0..experts).map(part).collect() })?;
         assert!(!files.is_plain("part1"));
         for (start, len) in [(0, rows * columns), (1, 1), (2, 5), (4, 200), (columns, 2 * columns)] {
-            let mut found = vec![0f32; len];
-            files.read_part("part1", start, &mut found)?;
-            assert!(found.iter().enumerate().all(|(at, found)| *found == value(1, start + at)), "{start}");
+            let mut read = vec![0f32; len];
+            files.read_part("part1", start, &mut read)?;
+            assert!(read.iter().enumerate().all(|(at, read)| *read == value(1, start + at)), "{start}");
         }
         Ok(())
     }

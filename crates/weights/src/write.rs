@@ -477,10 +477,10 @@ mod tests {
         let text = |entries: &[&WriteEntry]| {
             header(entries, &Metadata::new()).map(|bytes| String::from_utf8_lossy(&bytes[8..]).into_owned())
         };
-        let found = text(&entries.each_ref()).expect("all parts");
+        let joined = text(&entries.each_ref()).expect("all parts");
         assert!(
-            found.contains(r#""experts":{"dtype":"BF16","shape":[2,3],"data_offsets":[2,14]}"#),
-            "{found}"
+            joined.contains(r#""experts":{"dtype":"BF16","shape":[2,3],"data_offsets":[2,14]}"#),
+            "{joined}"
         );
         let torn = text(&[&entries[1], &entries[0], &entries[2]]).expect_err("a gap");
         assert!(torn.to_string().contains("6 of its 12 bytes"), "{torn}");

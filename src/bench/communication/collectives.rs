@@ -264,12 +264,12 @@ mod tests {
     #[test]
     fn a_wrong_result_is_refused() {
         for op in OPS {
-            let (part, place) = (5, (1, 3));
+            let (part, rank_and_size) = (5, (1, 3));
             let len = if op == MeasuredOp::ReduceScatter { part } else { 3 * part };
-            let mut values: Vec<f32> = (0..len).map(|at| expected(op, place, part, at)).collect();
-            check(op, place, part, &values).unwrap();
+            let mut values: Vec<f32> = (0..len).map(|at| expected(op, rank_and_size, part, at)).collect();
+            check(op, rank_and_size, part, &values).unwrap();
             values[4] += 1.0;
-            let error = check(op, place, part, &values).unwrap_err();
+            let error = check(op, rank_and_size, part, &values).unwrap_err();
             assert!(error.what().ends_with("over 3 ranks gave a wrong result"), "{error}");
             assert!(error.causes()[0].starts_with("on rank 1 element 4 of"), "{error}");
         }

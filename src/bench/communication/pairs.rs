@@ -191,9 +191,9 @@ fn answer(world: &dyn Collective, from: usize, message: &RankBuffer, answer: &Ra
 /// Returns the warnings about slow pairs, each pair once, and about networks with less than half of
 /// their expected rate. `pairs` are all, slowest first.
 pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String> {
-    let mut told: BTreeSet<[usize; 2]> = BTreeSet::new();
+    let mut seen: BTreeSet<[usize; 2]> = BTreeSet::new();
     let slow = pairs.iter().filter(|pair| pair.slow);
-    let once = slow.filter(|pair| told.insert([pair.from.min(pair.to), pair.from.max(pair.to)]));
+    let once = slow.filter(|pair| seen.insert([pair.from.min(pair.to), pair.from.max(pair.to)]));
     let mut warnings: Vec<String> = once.map(|pair| pair.slow_text(pairs, places)).collect();
     let network = pairs.iter().find(|pair| pair.kind == NETWORK);
     warnings.extend(network.and_then(PairSpeed::network_warning));
@@ -203,8 +203,8 @@ pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String>
 /// Returns a line for each kind of pairs with its median and expected rate, in order of first
 /// appearance.
 pub(crate) fn kinds(pairs: &[PairSpeed]) -> Vec<String> {
-    let mut told: BTreeSet<&str> = BTreeSet::new();
-    pairs.iter().filter(|pair| told.insert(pair.kind)).map(PairSpeed::kind_text).collect()
+    let mut seen: BTreeSet<&str> = BTreeSet::new();
+    pairs.iter().filter(|pair| seen.insert(pair.kind)).map(PairSpeed::kind_text).collect()
 }
 
 impl PairSpeed {
@@ -299,26 +299,26 @@ mod tests {
     /// A pair is slow only if every measurement is.
     #[test]
     fn the_faster_time_counts() {
-        let place = RankPlace::of_host("a", None);
+        let host = RankPlace::of_host("a", None);
         let times =
             |large: [f64; 4]| PairTimes { ranks: 2, bytes: 1, large: large.into(), short: vec![0.0; 4] };
         let mut seen = times([0.0, 9.0, 1.0, 0.0]);
-        assert_eq!(seen.slow(&[place.clone(), place.clone()]), [(0, 1)].into());
+        assert_eq!(seen.slow(&[host.clone(), host.clone()]), [(0, 1)].into());
         seen.keep_faster(&times([0.0, 8.0, 0.0, 0.0]));
         assert_eq!(seen.large, [0.0, 8.0, 1.0, 0.0]);
-        assert_eq!(seen.slow(&[place.clone(), place.clone()]), [(0, 1)].into());
+        assert_eq!(seen.slow(&[host.clone(), host.clone()]), [(0, 1)].into());
         seen.keep_faster(&times([0.0, 1.5, 0.0, 0.0]));
-        assert!(seen.slow(&[place.clone(), place]).is_empty());
+        assert!(seen.slow(&[host.clone(), host]).is_empty());
     }
 
     #[test]
     fn a_network_under_half_of_its_speed_is_told() {
         let (pairs, places) = judged(|_, _| 2.0);
-        let said = warnings(&pairs, &places);
-        assert_eq!(said.len(), 1, "{said:?}");
+        let messages = warnings(&pairs, &places);
+        assert_eq!(messages.len(), 1, "{messages:?}");
         assert!(
-            said[0].contains("0.500 GB/s, under half of what 10 Gb/s ethernet can (1.250 GB/s)"),
-            "{said:?}"
+            messages[0].contains("0.500 GB/s, under half of what 10 Gb/s ethernet can (1.250 GB/s)"),
+            "{messages:?}"
         );
     }
 }

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::rendezvous;
 
 /// Bytes of a rank's location as JSON, padded with blanks.
-const SAID_BYTES: usize = 1024;
+const LOCATION_BYTES: usize = 1024;
 
 /// Kind of links between hosts.
 pub(crate) const NETWORK: &str = "network";
@@ -47,19 +47,19 @@ impl RankPlace {
         let fault = |error: serde_json::Error| {
             Error::internal(format!("cannot share the locations of ranks: {error}"))
         };
-        let mut said = serde_json::to_vec(self).map_err(fault)?;
-        if said.len() > SAID_BYTES {
-            let cause = format!("it takes {} bytes, {SAID_BYTES} at most", said.len());
+        let mut json = serde_json::to_vec(self).map_err(fault)?;
+        if json.len() > LOCATION_BYTES {
+            let cause = format!("it takes {} bytes, {LOCATION_BYTES} at most", json.len());
             return Err(Error::internal("cannot share the location of a rank").because(cause));
         }
-        said.resize(SAID_BYTES, b' ');
-        let all = RankBuffer::numbers(vec![0_u8; SAID_BYTES * world.size()])?;
-        let own = RankBuffer::numbers(said)?;
+        json.resize(LOCATION_BYTES, b' ');
+        let all = RankBuffer::numbers(vec![0_u8; LOCATION_BYTES * world.size()])?;
+        let own = RankBuffer::numbers(json)?;
         let ticket = world.start_all_gather(Call::single("places of ranks"), own.memory(), all.memory())?;
         world.finish(ticket)?;
         let all = all.values::<u8>()?;
         world.barrier(Call::single("places of ranks"))?;
-        all.chunks(SAID_BYTES).map(|said| serde_json::from_slice(said).map_err(fault)).collect()
+        all.chunks(LOCATION_BYTES).map(|json| serde_json::from_slice(json).map_err(fault)).collect()
     }
 
     /// Returns the kind of link to `other` and its expected rate, if known. `copy` is the rate of a
@@ -100,18 +100,18 @@ mod tests {
 
     #[test]
     fn ways_between_ranks() {
-        let place = |host: &str, network, on_gpu| RankPlace {
+        let rank = |host: &str, network, on_gpu| RankPlace {
             host: host.to_owned(),
             network,
             between_gpus: link("NVLink", 450.0).filter(|_| on_gpu),
             on_gpu,
         };
         let (fast, slow) = (link("100 Gb/s EFA", 12.5), link("10 Gb/s ethernet", 1.25));
-        let (one, two) = (place("a", fast.clone(), true), place("b", slow.clone(), true));
+        let (one, two) = (rank("a", fast.clone(), true), rank("b", slow.clone(), true));
         assert_eq!(one.way_to(&two, 9.0), PairWay { kind: NETWORK, link: slow });
-        assert_eq!(one.way_to(&place("c", None, true), 9.0), PairWay { kind: NETWORK, link: None });
+        assert_eq!(one.way_to(&rank("c", None, true), 9.0), PairWay { kind: NETWORK, link: None });
         assert_eq!(one.way_to(&one, 9.0).link, link("NVLink", 450.0));
-        let cpu = place("a", fast, false);
+        let cpu = rank("a", fast, false);
         assert_eq!(
             cpu.way_to(&cpu, 9.0),
             PairWay { kind: "memory", link: link("memory of one host, as a copy there", 9.0) }

@@ -51,11 +51,11 @@ impl DiskSpeed {
     /// the folder.
     pub(crate) fn measure(name: &'static str, folder: &Path) -> Self {
         let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
-        let there = absolute.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
-        let room = File::open(there).ok().and_then(|folder| DiskRoom::of(&folder));
+        let existing = absolute.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
+        let room = File::open(existing).ok().and_then(|folder| DiskRoom::of(&folder));
         let speed = |rates, failure| DiskSpeed {
             name,
-            folder: there.to_owned(),
+            folder: existing.to_owned(),
             free_bytes: room.map(|room| room.free),
             total_bytes: room.map(|room| room.total),
             rates,
@@ -65,7 +65,7 @@ impl DiskSpeed {
             Some(room) if room.free < 2 * FILE_BYTES => {
                 speed(None, Some(format!("not measured: only {} free", units::bytes(room.free))))
             }
-            _ => match rates(there) {
+            _ => match rates(existing) {
                 Ok(rates) => speed(Some(rates), None),
                 Err(error) => speed(None, Some(format!("cannot be measured: {error}"))),
             },

@@ -72,40 +72,40 @@ const ARP_INFINIBAND: u64 = 32;
 const ARP_LOOPBACK: u64 = 772;
 
 fn interface(folder: &Path, name: String) -> Option<NetworkInterface> {
-    let place = folder.join(&name);
-    let hardware = sysfs::number(&place.join("type"));
+    let path = folder.join(&name);
+    let hardware = sysfs::number(&path.join("type"));
     // The folder may also hold files, such as that of bonding.
-    if hardware == Some(ARP_LOOPBACK) || !place.is_dir() {
+    if hardware == Some(ARP_LOOPBACK) || !path.is_dir() {
         return None;
     }
-    let kind = if !place.join("device").exists() {
+    let kind = if !path.join("device").exists() {
         NetworkKind::Virtual
     } else if hardware == Some(ARP_INFINIBAND) {
         NetworkKind::Infiniband
-    } else if place.join("wireless").exists() || place.join("phy80211").exists() {
+    } else if path.join("wireless").exists() || path.join("phy80211").exists() {
         NetworkKind::Wireless
     } else {
         NetworkKind::Ethernet
     };
     let megabits =
-        sysfs::number(&place.join("speed")).filter(|speed| *speed > 0 && *speed < u64::from(u32::MAX));
+        sysfs::number(&path.join("speed")).filter(|speed| *speed > 0 && *speed < u64::from(u32::MAX));
     Some(NetworkInterface {
         kind,
-        state: sysfs::text(&place.join("operstate")).unwrap_or_else(|| "state unknown".to_owned()),
+        state: sysfs::text(&path.join("operstate")).unwrap_or_else(|| "state unknown".to_owned()),
         gbits_per_sec: megabits.map(|megabits| megabits as f64 / 1e3),
-        driver: sysfs::link_name(&place.join("device/driver")),
-        pci_address: pci_address(&place),
-        numa_node: sysfs::number(&place.join("device/numa_node")),
+        driver: sysfs::link_name(&path.join("device/driver")),
+        pci_address: pci_address(&path),
+        numa_node: sysfs::number(&path.join("device/numa_node")),
         name,
     })
 }
 
 /// Reads a device of `/sys/class/infiniband`, by its first port.
 fn rdma_device(folder: &Path, name: String) -> NetworkInterface {
-    let place = folder.join(&name);
-    let driver = sysfs::link_name(&place.join("device/driver"));
-    let port = sysfs::names(&place.join("ports")).into_iter().next().unwrap_or_default();
-    let port = place.join("ports").join(port);
+    let path = folder.join(&name);
+    let driver = sysfs::link_name(&path.join("device/driver"));
+    let port = sysfs::names(&path.join("ports")).into_iter().next().unwrap_or_default();
+    let port = path.join("ports").join(port);
     let link_layer = sysfs::text(&port.join("link_layer"));
     let kind = match (driver.as_deref(), link_layer.as_deref()) {
         (Some("efa"), _) => NetworkKind::Efa,
@@ -118,8 +118,8 @@ fn rdma_device(folder: &Path, name: String) -> NetworkInterface {
             .map_or_else(|| "state unknown".to_owned(), |text| port_state(&text)),
         gbits_per_sec: sysfs::text(&port.join("rate")).and_then(|rate| rate.split(' ').next()?.parse().ok()),
         driver,
-        pci_address: pci_address(&place),
-        numa_node: sysfs::number(&place.join("device/numa_node")),
+        pci_address: pci_address(&path),
+        numa_node: sysfs::number(&path.join("device/numa_node")),
         name,
     }
 }

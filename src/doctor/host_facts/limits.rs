@@ -51,9 +51,10 @@ pub(crate) struct LimitNeeds {
 
 /// Reads the limits of this process from proc(5) below `root`. Unknown limits are left out.
 pub(crate) fn read(root: &Path, needs: &LimitNeeds) -> Vec<LimitFact> {
-    let said = sysfs::text(&root.join("proc/self/limits")).unwrap_or_default();
-    let locked = process_limit(&said, "Max locked memory").map(|limit| locked_memory(limit, needs.has_rdma));
-    let files = process_limit(&said, "Max open files").map(open_files);
+    let limits = sysfs::text(&root.join("proc/self/limits")).unwrap_or_default();
+    let locked =
+        process_limit(&limits, "Max locked memory").map(|limit| locked_memory(limit, needs.has_rdma));
+    let files = process_limit(&limits, "Max open files").map(open_files);
     let shared = needs.shared_memory.map(shared_memory);
     let cores = needs.cores.zip(needs.cores_online).and_then(|(here, all)| cores(here, all));
     let memory = needs.memory.and_then(|(here, all)| memory(here, all));
@@ -64,8 +65,8 @@ pub(crate) fn read(root: &Path, needs: &LimitNeeds) -> Vec<LimitFact> {
 type SoftHard = (Option<u64>, Option<u64>);
 
 /// Parses a line such as `Max open files   1024   524288   files`.
-fn process_limit(said: &str, name: &str) -> Option<SoftHard> {
-    let rest = said.lines().find_map(|line| line.strip_prefix(name))?;
+fn process_limit(text: &str, name: &str) -> Option<SoftHard> {
+    let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     let mut words = rest.split_whitespace();
     let mut limit = || match words.next()? {
         "unlimited" => Some(None),
@@ -74,7 +75,7 @@ fn process_limit(said: &str, name: &str) -> Option<SoftHard> {
     Some((limit()?, limit()?))
 }
 
-/// Returns the fact of a limit, which is too low if `raise` tells how to raise it.
+/// Returns the fact of a limit, which is too low if `raise` describes how to raise it.
 fn fact(
     name: &'static str,
     (value, hard): SoftHard,
@@ -158,14 +159,14 @@ mod tests {
 
     #[test]
     fn the_kernels_lines() {
-        let said = "Limit                     Soft Limit           Hard Limit           Units     \n\
+        let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
                     Max open files            1024                 524288               files     \n\
                     Max locked memory         unlimited            unlimited            bytes     \n\
                     Max nice priority         0                    x                             \n";
-        assert_eq!(process_limit(said, "Max open files"), Some((Some(1024), Some(524_288))));
-        assert_eq!(process_limit(said, "Max locked memory"), Some((None, None)));
-        assert_eq!(process_limit(said, "Max nice priority"), None);
-        assert_eq!(process_limit(said, "Max processes"), None);
+        assert_eq!(process_limit(text, "Max open files"), Some((Some(1024), Some(524_288))));
+        assert_eq!(process_limit(text, "Max locked memory"), Some((None, None)));
+        assert_eq!(process_limit(text, "Max nice priority"), None);
+        assert_eq!(process_limit(text, "Max processes"), None);
     }
 
     #[test]

@@ -47,9 +47,9 @@ impl NetworkPlugins {
         let outside =
             OUTSIDE.iter().map(|folder| root.join(folder)).filter(|folder| !folders.contains(folder));
         let outside = outside.flat_map(|folder| plugins_in(&folder)).collect();
-        let mut found: Vec<PathBuf> = folders.iter().flat_map(|folder| plugins_in(folder)).collect();
-        found.dedup();
-        NetworkPlugins { found, outside, asked }
+        let mut plugins: Vec<PathBuf> = folders.iter().flat_map(|folder| plugins_in(folder)).collect();
+        plugins.dedup();
+        NetworkPlugins { found: plugins, outside, asked }
     }
 
     /// Describes the plugins. `has_efa`: this machine has EFA devices.
@@ -83,8 +83,8 @@ fn loader_folders(root: &Path, library_path: &str) -> Vec<PathBuf> {
     let conf = root.join("etc/ld.so.conf.d");
     let files = std::iter::once(root.join("etc/ld.so.conf"));
     let files = files.chain(sysfs::names(&conf).into_iter().map(|name| conf.join(name)));
-    let said: Vec<String> = files.filter_map(|file| sysfs::text(&file)).collect();
-    let configured = said.iter().flat_map(|text| text.lines()).map(str::trim);
+    let texts: Vec<String> = files.filter_map(|file| sysfs::text(&file)).collect();
+    let configured = texts.iter().flat_map(|text| text.lines()).map(str::trim);
     let named = library_path.split(':').chain(configured.filter(|line| line.starts_with('/')));
     let named = named.filter(|folder| !folder.is_empty());
     let mut folders: Vec<PathBuf> =

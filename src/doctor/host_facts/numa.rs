@@ -23,11 +23,11 @@ pub(crate) fn read(root: &Path) -> Vec<NumaNode> {
     let folder = root.join("sys/devices/system/node");
     let node = |name: String| {
         let number = name.strip_prefix("node")?.parse().ok()?;
-        let place = folder.join(&name);
+        let path = folder.join(&name);
         Some(NumaNode {
             number,
-            cpus: sysfs::text(&place.join("cpulist"))?,
-            memory_bytes: sysfs::text(&place.join("meminfo")).and_then(|text| total(&text)),
+            cpus: sysfs::text(&path.join("cpulist"))?,
+            memory_bytes: sysfs::text(&path.join("meminfo")).and_then(|text| total(&text)),
         })
     };
     let mut nodes: Vec<NumaNode> = sysfs::names(&folder).into_iter().filter_map(node).collect();

@@ -100,9 +100,9 @@ pub(crate) fn read(addresses: &[String]) -> Option<BTreeMap<String, NvLinks>> {
             (handle(name.as_ptr(), &raw mut device) == SUCCESS)
                 .then(|| (address.clone(), links_of(device, state, version, remote)))
         };
-        let found = addresses.iter().filter_map(links).collect();
+        let all_links = addresses.iter().filter_map(links).collect();
         shutdown();
-        Some(found)
+        Some(all_links)
     }
 }
 

@@ -110,8 +110,8 @@ fn link(place: &Path, which: &str) -> Option<PcieLink> {
 
 /// Returns the model name of the GPU at this address, from NVIDIA's driver.
 fn nvidia_model(root: &Path, address: &str) -> Option<String> {
-    let said = sysfs::text(&root.join("proc/driver/nvidia/gpus").join(address).join("information"))?;
-    said.lines().find_map(|line| line.strip_prefix("Model:")).map(|name| name.trim().to_owned())
+    let text = sysfs::text(&root.join("proc/driver/nvidia/gpus").join(address).join("information"))?;
+    text.lines().find_map(|line| line.strip_prefix("Model:")).map(|name| name.trim().to_owned())
 }
 
 /// Distance of two devices, in the terms and the order of `nvidia-smi topo`.

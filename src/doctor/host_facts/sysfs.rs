@@ -43,8 +43,8 @@ pub(crate) fn link_name(link: &Path) -> Option<String> {
 
 /// Returns all names in the path of a link's target, from the root.
 pub(crate) fn way(link: &Path) -> Vec<String> {
-    let place = std::fs::canonicalize(link).unwrap_or_default();
-    place.iter().map(|name| name.to_string_lossy().into_owned()).collect()
+    let target = std::fs::canonicalize(link).unwrap_or_default();
+    target.iter().map(|name| name.to_string_lossy().into_owned()).collect()
 }
 
 /// Returns whether `name` is the address of a PCI function, such as `0000:3b:00.0`.

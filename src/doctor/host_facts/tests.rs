@@ -109,8 +109,8 @@ fn eight_gpus() -> FakeMachine {
         machine.pci(&gpu, H100, numa, Some("nvidia"));
         machine.pci(&card, EFA, numa, Some("efa"));
         let address = gpu.rsplit('/').next().unwrap();
-        let said = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 50\n";
-        machine.write(&format!("proc/driver/nvidia/gpus/{address}/information"), said);
+        let text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 50\n";
+        machine.write(&format!("proc/driver/nvidia/gpus/{address}/information"), text);
         let rdma = format!("sys/class/infiniband/rdmap{switch}");
         machine.write(&format!("{rdma}/ports/1/state"), "4: ACTIVE\n");
         machine.write(&format!("{rdma}/ports/1/rate"), "100 Gb/sec (4X EDR)\n");

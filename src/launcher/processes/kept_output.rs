@@ -37,10 +37,10 @@ impl KeptOutput {
         let failed = |error: std::io::Error| Error::cannot_start(format!("the output of {name}"), &error);
         let (reader, writer) = std::io::pipe().map_err(failed)?;
         command.stdin(Stdio::null()).stdout(writer.try_clone().map_err(failed)?).stderr(writer);
-        let kept = Arc::new(Mutex::new(Vec::new()));
-        let theirs = Arc::clone(&kept);
+        let bytes = Arc::new(Mutex::new(Vec::new()));
+        let theirs = Arc::clone(&bytes);
         let reader = threads::start(&format!("output of {name}"), move || keep_last(reader, &theirs))?;
-        Ok(KeptOutput { kept, reader })
+        Ok(KeptOutput { kept: bytes, reader })
     }
 
     /// Returns the last lines that the process, which has ended, has written.
@@ -62,10 +62,10 @@ fn keep_last(mut pipe: PipeReader, kept: &Mutex<Vec<u8>>) {
         match pipe.read(&mut piece) {
             Ok(0) => return,
             Ok(count) => {
-                let mut kept = locked(kept);
-                kept.extend_from_slice(&piece[..count]);
-                let beyond = kept.len().saturating_sub(KEPT_BYTES);
-                kept.drain(..beyond);
+                let mut output = locked(kept);
+                output.extend_from_slice(&piece[..count]);
+                let beyond = output.len().saturating_sub(KEPT_BYTES);
+                output.drain(..beyond);
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => return,

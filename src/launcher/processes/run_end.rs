@@ -6,7 +6,7 @@ use std::process::ExitStatus;
 use super::started::StartedProcess;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::launcher::child;
-use crate::report::say;
+use crate::report::print_last;
 
 /// End of a run in one or several processes.
 pub(crate) struct RunEnd {
@@ -42,10 +42,10 @@ impl RunEnd {
     /// Prints the last output of the process that explains the end, which nobody has seen yet.
     pub(super) fn print_output(&self) {
         if !self.output.is_empty() {
-            say(&self.output_text());
+            print_last(&self.output_text());
         } else if self.is_reported && self.status.code().is_none() {
             // The first process knows only that the connection was lost.
-            say(&self.in_words());
+            print_last(&self.in_words());
         }
     }
 
@@ -87,9 +87,9 @@ impl RunEnd {
 /// themselves the first one to end. If the first process failed in the same way, it has printed the
 /// same error.
 fn explains(processes: &[StartedProcess], order: &[usize]) -> usize {
-    let found = order.iter().copied().min_by_key(|index| distance(&processes[*index])).unwrap_or(0);
-    let code = processes[found].code();
-    if code.is_some() && code == processes[0].code() { 0 } else { found }
+    let first = order.iter().copied().min_by_key(|index| distance(&processes[*index])).unwrap_or(0);
+    let code = processes[first].code();
+    if code.is_some() && code == processes[0].code() { 0 } else { first }
 }
 
 /// Returns how far the end of a process is from explaining that of the run.

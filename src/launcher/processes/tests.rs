@@ -87,7 +87,7 @@ fn a_rank_that_waits_for_a_failed_one_ends() {
     assert_eq!(end.output, ["signalled"]);
 }
 
-/// The documentation names these times, in which the first process sends its alarms and ends the
+/// The documentation names these times, in which the first process sends its alerts and ends the
 /// program of `log.command`.
 #[test]
 fn ranks_have_a_minute_to_end_after_a_failure() {
@@ -169,10 +169,10 @@ fn each_rank_gets_its_own_flags() {
     let rank = |gpu: &str| SplitRank { device: ["--gpus".to_owned(), gpu.to_owned()], variables: Vec::new() };
     let place = ProcessPlace::of(&second, second.master.clone().unwrap());
     let own = place.of_one(1, 2);
-    let said: Vec<String> =
+    let joined: Vec<String> =
         words_of(&words, &rank("6"), &own).into_iter().map(|word| word.into_string().unwrap()).collect();
     assert_eq!(
-        said.join(" "),
+        joined.join(" "),
         "train --ui --world-size 4 --rank 3 --master-addr node-0 --master-port 29500 --gpus 6"
     );
     assert_eq!(
@@ -211,8 +211,8 @@ fn processes_of_one_host_share_threads_and_a_secret() {
         |rank: &str| SplitRank { device: ["--gpus".to_owned(), rank.to_owned()], variables: Vec::new() };
     let started = RankProcess::of_ranks(&["--ui".into()], &[rank("0"), rank("1")], &launch, None).unwrap();
     let variable = |process: &RankProcess, name: &str| {
-        let found = process.command.get_envs().find(|(known, _)| *known == name);
-        found.map(|(_, value)| value.map(|value| value.to_str().unwrap().to_owned()))
+        let entry = process.command.get_envs().find(|(known, _)| *known == name);
+        entry.map(|(_, value)| value.map(|value| value.to_str().unwrap().to_owned()))
     };
     let secrets: Vec<String> =
         started.iter().map(|process| variable(process, "FINETUNE_RDZV_SECRET").unwrap().unwrap()).collect();

@@ -1,4 +1,5 @@
-//! Behaviour that several verbs share: help, errors, base identity, foreign models, files, security.
+//! Behaviour that several verbs share: help, errors, base identity, foreign models, files,
+//! security.
 
 mod addresses;
 mod bad_input;
@@ -6,9 +7,11 @@ mod base_identity;
 mod bounds;
 mod every_byte_of_a_base;
 mod foreign;
+mod gguf_base;
 mod help;
 mod hostile_files;
 mod outputs;
+mod packed_bases;
 mod runs;
 mod shared_models;
 mod surface;

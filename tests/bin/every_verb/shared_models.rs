@@ -82,8 +82,8 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        segments: vec![Sample { start: 0, len }],
-        rows: 1,
+        samples: vec![Sample { start: 0, len }],
+        num_samples: 1,
         ids,
         ..Batch::default()
     }

@@ -1,4 +1,4 @@
-//! Programs that alarms start: their input, which programs are refused, and that none outlives its
+//! Programs that alerts start: their input, which programs are refused, and that none outlives its
 //! run.
 
 use std::os::unix::fs::PermissionsExt;
@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 
 use crate::place::{Place, lora};
 
-/// Upper bound for a run to raise an alarm, or the system to end a process, on a busy machine.
+/// Upper bound for a run to raise an alert, or the system to end a process, on a busy machine.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// A run of `steps` steps that raises one alarm, at step 3, because its gradient norm is 0.
-fn alarmed(place: &Place, command: &Value, steps: &str) -> Command {
+/// A run of `steps` steps that raises one alert, at step 3, because its gradient norm is 0.
+fn with_alerts(place: &Place, command: &Value, steps: &str) -> Command {
     let (command, steps) = (format!("alerts.command={command}"), format!("train.max_steps={steps}"));
     let sets = [
         "--set",
@@ -59,7 +59,7 @@ fn lives(pid: &str) -> bool {
     stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// The end of a run while its alarm's program is running.
+/// The end of a run while its alert's program is running.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     /// Finishes by itself.
@@ -73,15 +73,15 @@ enum End {
 }
 
 #[test]
-fn no_program_of_an_alarm_outlives_its_run() {
+fn no_program_of_an_alert_outlives_its_run() {
     if !cfg!(target_os = "linux") {
-        crate::skipped::skipped("programs of alarms", "processes are looked for in /proc");
+        crate::skipped::skipped("programs of alerts", "processes are looked for in /proc");
         return;
     }
     for end in [End::Done, End::Term, End::TermTwice, End::Kill] {
         let place = Place::new();
         let steps = if end == End::Done { "6" } else { "100000" };
-        let mut run = alarmed(&place, &family(&place), steps);
+        let mut run = with_alerts(&place, &family(&place), steps);
         // The run must not receive the signals of the terminal that runs this test.
         let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).process_group(0).spawn().unwrap();
         let mut code = None;
@@ -89,7 +89,7 @@ fn no_program_of_an_alarm_outlives_its_run() {
             code = run.try_wait().unwrap().map(|status| status.code());
             code.is_some()
         };
-        until("the alarm was not raised", || place.path("numbers").exists() || has_ended(&mut run));
+        until("the alert was not raised", || place.path("numbers").exists() || has_ended(&mut run));
         let numbers = std::fs::read_to_string(place.path("numbers")).unwrap_or_default();
         let numbers: Vec<&str> = numbers.split_whitespace().collect();
         if end != End::Done {
@@ -124,15 +124,15 @@ fn no_program_of_an_alarm_outlives_its_run() {
 fn what_a_program_leaves_behind_is_waited_for() {
     let place = Place::new();
     let script = format!("(sleep 0.5; echo late > {}) &", place.path("late").display());
-    let done = alarmed(&place, &json!(["sh", "-c", script]), "4").output().unwrap();
+    let done = with_alerts(&place, &json!(["sh", "-c", script]), "4").output().unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{said}");
     assert_eq!(std::fs::read_to_string(place.path("late")).unwrap(), "late\n", "{said}");
-    assert!(!said.contains("did not reach") && !said.contains("not all alarms"), "{said}");
+    assert!(!said.contains("did not reach") && !said.contains("not all alerts"), "{said}");
 }
 
 #[test]
-fn a_program_gets_the_alarm_on_its_input_and_in_its_environment() {
+fn a_program_gets_the_alert_on_its_input_and_in_its_environment() {
     let place = Place::new();
     let folder = place.path("");
     let folder = folder.display();
@@ -140,7 +140,7 @@ fn a_program_gets_the_alarm_on_its_input_and_in_its_environment() {
         "cat > {folder}/in; printf '%s\\n' \"$FINETUNE_ALERT_RULE\" \"$FINETUNE_ALERT_STEP\" \"$FINETUNE_ALERT_MESSAGE\" \"$1\" > {folder}/env"
     );
     let argument = "say \"no\"; $(rm)";
-    let done = alarmed(&place, &json!(["sh", "-c", script, "sh", argument]), "4").output().unwrap();
+    let done = with_alerts(&place, &json!(["sh", "-c", script, "sh", argument]), "4").output().unwrap();
     assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
     let told = std::fs::read_to_string(place.path("env")).unwrap();
     let input: Value = serde_json::from_str(&std::fs::read_to_string(place.path("in")).unwrap()).unwrap();
@@ -167,7 +167,7 @@ fn a_program_that_cannot_be_started_is_refused_before_training() {
         ("mute", "[DIR]/bin/mute is not executable; `chmod +x` makes it so"),
         ("none", "no folder of PATH has a program `none`"),
     ] {
-        let mut run = alarmed(&place, &json!([name]), "4");
+        let mut run = with_alerts(&place, &json!([name]), "4");
         let done = run.env("PATH", place.path("bin")).output().unwrap();
         let said = place.told(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{said}");
@@ -175,7 +175,7 @@ fn a_program_that_cannot_be_started_is_refused_before_training() {
         assert!(!place.path("out").exists(), "{name}: {said}");
     }
     for name in ["./bin/loud", "loud"] {
-        let mut run = alarmed(&place, &json!([name]), "4");
+        let mut run = with_alerts(&place, &json!([name]), "4");
         let done = run.args(["--dry-run"]).env("PATH", place.path("bin")).output().unwrap();
         assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
     }

@@ -1,4 +1,4 @@
-//! Alarms of real runs: a planted fault reaches a program and a server once, and a server that
+//! Alerts of real runs: a planted fault reaches a program and a server once, and a server that
 //! fails or hangs ends no run. No output and no file of the run holds the server's address.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -107,7 +107,7 @@ const ON_TEXT: [&str; 6] = [
     "train.max_steps=8",
 ];
 
-/// A program that appends the alarm to the file `told`.
+/// A program that appends the alert to the file `told`.
 fn program(place: &Place) -> String {
     let script = format!("cat >> {}", place.path("told").display());
     format!("alerts.command={}", json!(["sh", "-c", script]))
@@ -218,7 +218,7 @@ fn a_server_that_hangs_ends_no_run() {
     let done = place.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
     let said = ends(&place, &done, 0);
     assert!(
-        said.contains("warning: not all alarms had reached the webhook at 127.0.0.1 when the run was over"),
+        said.contains("warning: not all alerts had reached the webhook at 127.0.0.1 when the run was over"),
         "{said}"
     );
     assert!(said.contains("adapter saved in out"), "{said}");
@@ -250,9 +250,9 @@ fn who_cannot_be_reached_is_said_once() {
     assert_eq!(warnings.len(), 3, "{said}");
     assert!(
         warnings[0]
-            .starts_with("warning: an alarm did not reach the program `false`: it ended with exit status: 1")
+            .starts_with("warning: an alert did not reach the program `false`: it ended with exit status: 1")
     );
-    assert!(warnings[1].starts_with("warning: an alarm did not reach the webhook at 127.0.0.1: "), "{said}");
+    assert!(warnings[1].starts_with("warning: an alert did not reach the webhook at 127.0.0.1: "), "{said}");
     assert!(warnings[2].starts_with("warning: step 3: the gradient norm has been 0 for 3 steps"), "{said}");
     let written = lines(&place.path("out/alerts.jsonl"));
     assert_eq!((written.len(), &written[0]["rule"]), (1, &json!("no_progress")));
@@ -262,7 +262,7 @@ fn who_cannot_be_reached_is_said_once() {
 /// A run that ends because a rank hangs. Only builds with debug assertions plant faults.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
-fn a_run_that_hangs_is_an_alarm() {
+fn a_run_that_hangs_is_an_alert() {
     let place = Place::new();
     let command = program(&place);
     let sets = ["--set", "parallel.timeout_secs=3", "--set", &command];
@@ -279,7 +279,7 @@ fn a_run_that_hangs_is_an_alarm() {
 /// The second rank is slow, so the first one waits in nearly all of each step.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
-fn a_device_that_waits_is_an_alarm() {
+fn a_device_that_waits_is_an_alert() {
     let place = Place::new();
     let command = program(&place);
     let sets = ["--set", "train.max_steps=24", "--set", r#"alerts.rules=["idle_device"]"#, "--set", &command];
@@ -294,7 +294,7 @@ fn a_device_that_waits_is_an_alarm() {
 
 /// The model memorizes one row and then meets another.
 #[test]
-fn a_loss_far_above_those_before_is_an_alarm() {
+fn a_loss_far_above_those_before_is_an_alert() {
     let place = Place::new();
     let row = |i| if i == 105 { "zebras fly 1234567 quickly" } else { "the island of a sea was quiet" };
     place.write(
@@ -313,7 +313,7 @@ fn a_loss_far_above_those_before_is_an_alarm() {
 
 /// Unusable settings are refused before anything is loaded, without showing the address.
 #[test]
-fn alarms_that_could_not_be_delivered_are_refused() {
+fn alerts_that_could_not_be_delivered_are_refused() {
     let place = Place::new();
     let refused = |more: &[&str]| {
         let done = place.command(&lora(&[more, &["--quiet"]].concat())).output().unwrap();

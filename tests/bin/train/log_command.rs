@@ -172,15 +172,15 @@ fn the_last_line_comes_when_the_run_is_complete_on_disk() {
     assert!(std::fs::read(&seen).unwrap() == left.map(Result::unwrap).concat(), "{said}");
 }
 
-/// The program ends after the last line, and then an alarm has been delivered.
+/// The program ends after the last line, and then an alert has been delivered.
 #[test]
-fn an_alarm_does_not_wait_for_the_program() {
+fn an_alert_does_not_wait_for_the_program() {
     let place = Place::new();
     let (told, seen) = (place.path("told"), place.path("seen"));
     let (told, copy) = (told.display(), seen.display());
     let command = shell(&format!("cat > /dev/null; cp {told} {copy}"));
-    let alarm = format!("alerts.command={}", json!(["sh", "-c", format!("cat > {told}")]));
-    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command, "--set", &alarm]].concat()), 4);
+    let alert = format!("alerts.command={}", json!(["sh", "-c", format!("cat > {told}")]));
+    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command, "--set", &alert]].concat()), 4);
     let seen = std::fs::read_to_string(seen).unwrap_or_default();
     assert!(seen.contains("non_finite"), "{seen}\n{said}");
 }
@@ -192,8 +192,7 @@ fn a_program_that_does_nothing_holds_up_no_end() {
     let command = shell(&format!("echo $$ > {}; exec sleep 4321", place.path("pid").display()));
     let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
     let about: Vec<&str> = warnings(&said).into_iter().filter(|line| line.contains("log.command")).collect();
-    let expected =
-        "warning: no more lines for `log.command`: `sh` still ran 30 s after the run, and was killed";
+    let expected = "warning: the program of `log.command` may miss lines of this run: `sh` still ran 30 s after the run, and was killed";
     assert_eq!(about, [expected], "{said}");
     if cfg!(target_os = "linux") {
         let pid = std::fs::read_to_string(place.path("pid")).unwrap();

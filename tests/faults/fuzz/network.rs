@@ -1,4 +1,4 @@
-//! Input from the network: addresses of requests, requests to the metrics page, and alarm settings.
+//! Input from the network: addresses of requests, requests to the metrics page, and alert settings.
 
 use std::cell::Cell;
 use std::io::{Read as _, Write as _};
@@ -85,7 +85,7 @@ fn requests_to_the_page_of_figures() {
 }
 
 #[test]
-fn settings_of_alarms() {
+fn settings_of_alerts() {
     let sections = [
         "[alerts]\nrules = [\"loss_spike\", \"stall\", \"non_finite\"]\ncommand = [\"sh\", \"-c\", \"cat\"]\nwebhook = \"env:HOOK\"\n",
         "[alerts]\nwebhook = \"https://hooks.example.org:8443/services/T0/x\"\n[log]\ncommand = [\"python3\", \"a b.py\"]\nmetrics_address = \"127.0.0.1:9464\"\n",

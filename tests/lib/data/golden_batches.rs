@@ -53,8 +53,8 @@ fn golden_batches_are_reproduced() {
             let found = sampler.next_step().unwrap();
             assert_eq!(found.micro_batches.len(), accumulation);
             for (a, batch) in found.micro_batches.iter().enumerate() {
-                assert_eq!(batch.rows, micro);
-                for (row, segment) in batch.segments.iter().enumerate() {
+                assert_eq!(batch.num_samples, micro);
+                for (row, segment) in batch.samples.iter().enumerate() {
                     let at = ((step * accumulation + a) * micro + row) * length;
                     let about = format!("{model}: step {step}, micro-batch {a}, row {row}");
                     let real: usize = mask[at..at + length].iter().sum::<i64>() as usize;

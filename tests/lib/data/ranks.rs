@@ -74,7 +74,7 @@ fn steps_of(
 /// Returns each rank's micro-batches with data, in order.
 fn dealt(steps: &[Step], ranks: usize) -> Vec<Vec<Batch>> {
     let of_rank = |rank| {
-        let turns = steps.iter().flat_map(|step| step.turns(rank, ranks));
+        let turns = steps.iter().flat_map(|step| step.local_micro_batches(rank, ranks));
         turns.map(|batch| batch.into_owned()).filter(|batch| batch.valid() > 0).collect()
     };
     (0..ranks).map(of_rank).collect()
@@ -91,8 +91,9 @@ fn spread(tokens: &[usize]) -> f64 {
 fn imbalance(steps: &[Step], ranks: usize) -> [f64; 2] {
     let (mut of_ranks, mut longest, mut all) = (vec![0; ranks], 0, 0);
     for step in steps {
-        let tokens: Vec<usize> =
-            (0..ranks).map(|rank| step.turns(rank, ranks).iter().map(|batch| batch.len()).sum()).collect();
+        let tokens: Vec<usize> = (0..ranks)
+            .map(|rank| step.local_micro_batches(rank, ranks).iter().map(|batch| batch.len()).sum())
+            .collect();
         of_ranks.iter_mut().zip(&tokens).for_each(|(sum, tokens)| *sum += tokens);
         longest += tokens.iter().max().unwrap();
         all += tokens.iter().sum::<usize>();
@@ -108,7 +109,7 @@ fn whole(mut steps: Vec<Step>, turns: usize) -> Vec<Step> {
 }
 
 fn rows(batch: &Batch) -> Vec<&[u32]> {
-    batch.segments.iter().map(|s| &batch.ids[s.start..s.start + s.len]).collect()
+    batch.samples.iter().map(|s| &batch.ids[s.start..s.start + s.len]).collect()
 }
 
 #[test]
@@ -131,7 +132,8 @@ fn every_row_comes_once_over_the_ranks() {
                 // All ranks run equally many micro-batches; a rank without data runs one of zero
                 // weight.
                 for step in &steps {
-                    let turns: Vec<_> = (0..ranks).map(|rank| step.turns(rank, ranks)).collect();
+                    let turns: Vec<_> =
+                        (0..ranks).map(|rank| step.local_micro_batches(rank, ranks)).collect();
                     assert!(
                         turns.iter().all(|turns| turns.len() == step.micro_batches.len().div_ceil(ranks))
                     );
@@ -153,7 +155,7 @@ fn the_order_does_not_know_how_many_ranks_there_are() {
             // Each rank accumulates its share of 12.
             let steps = steps(&data, packing, true, 1, 12);
             let of_step = |step: &Step| {
-                let turns = (0..ranks).flat_map(|rank| step.turns(rank, ranks));
+                let turns = (0..ranks).flat_map(|rank| step.local_micro_batches(rank, ranks));
                 let batches = turns.filter(|batch| batch.valid() > 0);
                 batches.map(|batch| (batch.first_token, batch.into_owned())).collect::<BTreeMap<_, _>>()
             };

@@ -54,7 +54,7 @@ fn steps(data: &Dataset, options: SamplerOptions) -> Vec<Step> {
 /// Returns the rows of a step as token ids.
 fn rows(step: &Step) -> Vec<Vec<u32>> {
     let batches = step.micro_batches.iter();
-    batches.flat_map(|b| b.segments.iter().map(|s| b.ids[s.start..s.start + s.len].to_vec())).collect()
+    batches.flat_map(|b| b.samples.iter().map(|s| b.ids[s.start..s.start + s.len].to_vec())).collect()
 }
 
 /// Returns how often each row of the data set occurs in these steps.
@@ -90,7 +90,7 @@ proptest! {
         prop_assert_eq!(first.last().map(|step| step.epoch), Some(1.0));
         for step in &all {
             prop_assert_eq!(step.valid, step.micro_batches.iter().map(|b| b.valid()).sum::<u64>());
-            prop_assert!(step.micro_batches.iter().all(|b| b.rows > 0 && b.ids.len() == b.targets.len()));
+            prop_assert!(step.micro_batches.iter().all(|b| b.num_samples > 0 && b.ids.len() == b.targets.len()));
             if packing {
                 let full = step.micro_batches.iter().map(|b| b.len()).max();
                 prop_assert!(full <= Some(40 * micro));
@@ -119,7 +119,7 @@ proptest! {
                 let batches = || step.micro_batches.iter();
                 let ids: Vec<u32> = batches().flat_map(|b| b.ids.clone()).collect();
                 let targets: Vec<u32> = batches().flat_map(|b| b.targets.clone()).collect();
-                let lengths: Vec<usize> = batches().flat_map(|b| b.segments.iter().map(|s| s.len)).collect();
+                let lengths: Vec<usize> = batches().flat_map(|b| b.samples.iter().map(|s| s.len)).collect();
                 (ids, targets, lengths, step.valid, step.tokens)
             };
             steps(&data, options).iter().map(tokens).collect::<Vec<_>>()
@@ -184,7 +184,7 @@ fn rows_of_like_length_share_a_step() {
     let lengths: Vec<usize> = (0..128).map(|i| i % 7).collect();
     let data = dataset(&lengths);
     let spread = |step: &Step| {
-        let lengths = || step.micro_batches.iter().flat_map(|b| b.segments.iter().map(|s| s.len));
+        let lengths = || step.micro_batches.iter().flat_map(|b| b.samples.iter().map(|s| s.len));
         lengths().max().unwrap() - lengths().min().unwrap()
     };
     let all = steps(&data, options());
@@ -251,7 +251,7 @@ fn no_micro_batch_is_longer_than_the_longest() {
         let lengths: Vec<usize> =
             all.iter().flat_map(|step| &step.micro_batches).map(|batch| batch.len()).collect();
         assert!(lengths.iter().all(|length| *length <= longest.len()), "{lengths:?}, {}", longest.len());
-        assert!(longest.rows >= 2 && longest.len() > 10, "{longest:?}");
+        assert!(longest.num_samples >= 2 && longest.len() > 10, "{longest:?}");
         let first = all[0].micro_batches.iter().map(|batch| batch.len()).max();
         assert_eq!((sampler.widest_of_next_step(), sampler.widest_of_next_step()), (first, first));
         let again: Vec<_> = std::iter::from_fn(|| sampler.next_step()).collect();
@@ -299,7 +299,8 @@ impl ExampleSource for Grouped {
     }
 }
 
-/// Pairs share a micro-batch, in their order, whatever is shuffled or packed; a row without a group goes where it likes.
+/// Pairs share a micro-batch, in their order, whatever is shuffled or packed; a row without a group
+/// goes where it likes.
 #[test]
 fn a_group_stays_in_one_micro_batch() {
     let rows: Vec<(usize, Option<u32>)> =
@@ -312,7 +313,7 @@ fn a_group_stays_in_one_micro_batch() {
         while let Some(step) = sampler.next_step() {
             for batch in &step.micro_batches {
                 let found: Vec<usize> =
-                    batch.segments.iter().map(|sample| batch.ids[sample.start] as usize).collect();
+                    batch.samples.iter().map(|sample| batch.ids[sample.start] as usize).collect();
                 for (at, &row) in found.iter().enumerate() {
                     seen[row] += 1;
                     if row < 20 && row % 2 == 0 {

@@ -130,8 +130,9 @@ impl<T: KernelElement> ElementAddress<'_, T> {
 /// Returns the address of a contiguous tensor of `T`, on any device.
 fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
     let refuse = |why: &str| {
-        let found = format!("found {:?} of shape {:?}, wanted {:?}", tensor.dtype(), tensor.dims(), T::DTYPE);
-        Error::internal(format!("an argument of a kernel is {why}")).because(found)
+        let description =
+            format!("found {:?} of shape {:?}, wanted {:?}", tensor.dtype(), tensor.dims(), T::DTYPE);
+        Error::internal(format!("an argument of a kernel is {why}")).because(description)
     };
     let (storage, layout) = tensor.storage_and_layout();
     let (start, _) = layout.contiguous_offsets().ok_or_else(|| refuse("not contiguous"))?;

@@ -31,11 +31,12 @@ pub fn constant<T: KernelElement>(table: &'static [T], device: &Device) -> Resul
             && kept.there.dtype() == T::DTYPE
             && kept.there.elem_count() == table.len()
     };
-    if let Some(there) = UPLOADED.with_borrow(|kept| kept.iter().find(is_same).map(|kept| kept.there.clone()))
+    if let Some(table_on_device) =
+        UPLOADED.with_borrow(|kept| kept.iter().find(is_same).map(|kept| kept.there.clone()))
     {
-        return Ok(there);
+        return Ok(table_on_device);
     }
-    let there = upload(table, table.len(), device)?;
-    UPLOADED.with_borrow_mut(|kept| kept.push(DeviceTable { address, there: there.clone() }));
-    Ok(there)
+    let uploaded = upload(table, table.len(), device)?;
+    UPLOADED.with_borrow_mut(|kept| kept.push(DeviceTable { address, there: uploaded.clone() }));
+    Ok(uploaded)
 }

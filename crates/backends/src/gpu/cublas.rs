@@ -214,7 +214,7 @@ impl GemmLibrary for CublasLt {
     ) -> std::result::Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
         let preference = Preference::new(alignments)?;
         let [a, b, c, d] = descriptors.layouts;
-        let (mut found, mut count) = (vec![unanswered(); most], 0);
+        let (mut algorithms, mut count) = (vec![unanswered(); most], 0);
         // SAFETY: all handles are alive, and cuBLAS writes at most `most` answers and their number.
         let ranked = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
@@ -226,27 +226,27 @@ impl GemmLibrary for CublasLt {
                 d,
                 preference.0,
                 most as i32,
-                found.as_mut_ptr(),
+                algorithms.as_mut_ptr(),
                 &raw mut count,
             )
         };
         match ranked.result() {
-            Ok(()) => found.truncate(count as usize),
-            Err(error) if error == Self::UNSUPPORTED => found.clear(),
+            Ok(()) => algorithms.truncate(count as usize),
+            Err(error) if error == Self::UNSUPPORTED => algorithms.clear(),
             Err(error) => return Err(error),
         }
-        let usable = found.into_iter().filter(|found| found.state.result().is_ok());
-        Ok(usable.map(|found| found.algo).collect())
+        let usable = algorithms.into_iter().filter(|result| result.state.result().is_ok());
+        Ok(usable.map(|result| result.algo).collect())
     }
 
     fn is_supported(&self, descriptors: &GemmDescriptors, algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
-        let ([a, b, c, d], mut found) = (descriptors.layouts, unanswered());
+        let ([a, b, c, d], mut reply) = (descriptors.layouts, unanswered());
         // SAFETY: all handles are alive, and cuBLAS writes one answer. It does not check
         // alignments, but the algorithm was chosen for the same ones.
         let checked = unsafe {
-            sys::cublasLtMatmulAlgoCheck(self.0, descriptors.operation, a, b, c, d, algorithm, &raw mut found)
+            sys::cublasLtMatmulAlgoCheck(self.0, descriptors.operation, a, b, c, d, algorithm, &raw mut reply)
         };
-        checked.result().is_ok() && found.workspaceSize <= GEMM_WORKSPACE
+        checked.result().is_ok() && reply.workspaceSize <= GEMM_WORKSPACE
     }
 }
 

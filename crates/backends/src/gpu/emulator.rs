@@ -17,7 +17,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::recorder::{note_begin, note_end, note_launch, note_product, note_upload};
+use super::recorder::{record_begin, record_end, record_launch, record_product, record_upload};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
@@ -151,22 +151,22 @@ impl Driver for Emulator {
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        note_product(gemm);
+        record_product(gemm);
         with_room(PlannedFailure::Product, || Ok(()), || multiply(gemm))
     }
 
     fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {
         let mut launches = Launches::default();
         work(&launches)?;
-        launches.number = note_begin(launches.written());
+        launches.number = record_begin(launches.written());
         if !SCHEDULE.get().late_copies {
             launches.run()?;
         }
         Ok(Some(Box::new(launches)))
     }
 
-    fn note_upload(&self, bytes: usize) {
-        note_upload(bytes);
+    fn record_upload(&self, bytes: usize) {
+        record_upload(bytes);
     }
 }
 
@@ -175,7 +175,7 @@ fn launch(kernel: &Kernel, shape: LaunchShape, args: &[Arg], is_beside: bool) ->
     if shape.is_empty() {
         return Ok(());
     }
-    note_launch(kernel, shape, args, is_beside);
+    record_launch(kernel, shape, args, is_beside);
     with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
 }
 
@@ -214,7 +214,7 @@ impl Driver for Launches {
 
 impl WorkBeside for Launches {
     fn join(&self) -> Result<()> {
-        note_end(self.number);
+        record_end(self.number);
         self.run()
     }
 }

@@ -203,7 +203,7 @@ impl Gemm {
             return Ok(());
         }
         let c = shape(&self.c, false);
-        let found = format!("column by column, {a:?} times {b:?} plus {c:?} gives no {:?}", (m, n));
-        Err(Error::internal("the shapes of a product do not match").because(found))
+        let shapes = format!("column by column, {a:?} times {b:?} plus {c:?} gives no {:?}", (m, n));
+        Err(Error::internal("the shapes of a product do not match").because(shapes))
     }
 }

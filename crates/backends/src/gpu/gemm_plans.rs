@@ -244,8 +244,8 @@ mod tests {
     fn fewer_tokens_than_a_tile_have_classes_of_their_own() {
         for form in FORMS {
             let size = |n| product(form, n).size();
-            let found = [1, 2, 3, 5, 64, 65, 127, 128, 129].map(|n| of_class(&product(form, n)).size());
-            assert_eq!(found, [1, 2, 4, 8, 64, 128, 128, 128, 256].map(size), "{form:?}");
+            let sizes = [1, 2, 3, 5, 64, 65, 127, 128, 129].map(|n| of_class(&product(form, n)).size());
+            assert_eq!(sizes, [1, 2, 4, 8, 64, 128, 128, 128, 256].map(size), "{form:?}");
         }
     }
 
@@ -308,16 +308,16 @@ mod tests {
     #[test]
     fn a_place_of_the_ranking_is_chosen_for_all_shapes() {
         let (library, mut plans) = (FakeLibrary::default(), GemmPlans::new(1000));
-        let place = |plans: &mut GemmPlans<FakeLibrary>| {
+        let algorithm = |plans: &mut GemmPlans<FakeLibrary>| {
             plans.plan(&library, &product(Transpose::Tn, 300)).expect("a plan").algorithm.1
         };
-        assert_eq!(place(&mut plans), 0);
+        assert_eq!(algorithm(&mut plans), 0);
         plans.choose_place(2);
-        assert_eq!(place(&mut plans), 2);
+        assert_eq!(algorithm(&mut plans), 2);
         // The library has three.
         plans.choose_place(7);
-        assert_eq!(place(&mut plans), 2);
+        assert_eq!(algorithm(&mut plans), 2);
         plans.choose_place(0);
-        assert_eq!(place(&mut plans), 0);
+        assert_eq!(algorithm(&mut plans), 0);
     }
 }

@@ -31,8 +31,8 @@ static PROCESS: OnceLock<Option<HostDriver>> = OnceLock::new();
 /// # Errors
 /// Fails if the process already computes another way.
 pub fn emulate_process() -> Result<()> {
-    let found = PROCESS.get_or_init(|| Some(of_environment().unwrap_or(in_order())));
-    began_so(matches!(found, Some(HostDriver::Emulator(_))))
+    let driver = PROCESS.get_or_init(|| Some(of_environment().unwrap_or(in_order())));
+    began_so(matches!(driver, Some(HostDriver::Emulator(_))))
 }
 
 /// Makes the whole process count the work of a GPU without doing it: results contain arbitrary
@@ -74,8 +74,8 @@ fn of_environment() -> Option<HostDriver> {
 
 /// Returns the driver of this process.
 pub(crate) fn of_process() -> Option<&'static dyn Driver> {
-    let found = PROCESS.get_or_init(of_environment).as_ref()?;
-    Some(match found {
+    let driver = PROCESS.get_or_init(of_environment).as_ref()?;
+    Some(match driver {
         HostDriver::Emulator(schedule) => {
             emulator::run_all_by(*schedule);
             &Emulator

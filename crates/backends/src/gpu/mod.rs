@@ -128,7 +128,7 @@ pub fn are_floats<const N: usize>(types: [DType; N]) -> bool {
 
 /// The code that computes an op on the device of its tensors.
 #[derive(Debug, Clone, Copy)]
-pub enum Route {
+pub enum Implementation {
     /// A kernel, which this driver launches.
     Kernel(&'static dyn Driver),
     /// Operations of candle: no kernel of the device supports the op.
@@ -137,14 +137,14 @@ pub enum Route {
     Cpu,
 }
 
-impl Route {
-    /// Returns the route of an op on the device of `tensor`; `is_supported` says whether a kernel
+impl Implementation {
+    /// Returns the implementation of an op on the device of `tensor`. If `is_supported`, a kernel
     /// supports its arguments.
     pub fn of(tensor: &Tensor, is_supported: bool) -> Self {
         match driver_of(tensor).filter(|_| is_supported) {
-            Some(driver) => Route::Kernel(driver),
-            None if tensor.device().is_cpu() => Route::Cpu,
-            None => Route::Composed,
+            Some(driver) => Implementation::Kernel(driver),
+            None if tensor.device().is_cpu() => Implementation::Cpu,
+            None => Implementation::Composed,
         }
     }
 }
@@ -193,13 +193,13 @@ pub trait Driver: std::fmt::Debug {
     }
 
     /// Announces that the next launch is attention with this many floating-point operations.
-    fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
+    fn record_attention(&self, _flops: &dyn Fn() -> f64) {}
 
     /// Announces an upload of this many bytes to the device.
-    fn note_upload(&self, _bytes: usize) {}
+    fn record_upload(&self, _bytes: usize) {}
 
     /// Announces that the host reads a result, and waits for the device.
-    fn note_read(&self) {}
+    fn record_read(&self) {}
 
     /// Loads the code of all kernels and the library of the products.
     ///

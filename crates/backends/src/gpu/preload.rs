@@ -63,8 +63,8 @@ mod tests {
 
     #[test]
     fn code_that_does_not_load_is_an_error_before_a_launch() {
-        let found = with_host_driver(&WithoutCode, || preload(&Device::Cpu));
-        assert_eq!(found.unwrap_err().what(), "no code");
+        let result = with_host_driver(&WithoutCode, || preload(&Device::Cpu));
+        assert_eq!(result.unwrap_err().what(), "no code");
         assert!(with_host_driver(&Emulator, || preload(&Device::Cpu)).is_ok());
     }
 }

@@ -67,34 +67,34 @@ pub fn record<R>(pass: impl FnOnce() -> R) -> (R, RecordedWork) {
     (result, RecordedWork(work))
 }
 
-/// Notes a launch on the first queue or, with `is_beside`, on the second.
-pub(crate) fn note_launch(kernel: &Kernel, shape: LaunchShape, args: &[Arg], is_beside: bool) {
-    note(|| Piece::Launch { kernel: *kernel, shape, args: args.to_vec(), is_beside });
+/// Records a launch on the first queue or, with `is_beside`, on the second.
+pub(crate) fn record_launch(kernel: &Kernel, shape: LaunchShape, args: &[Arg], is_beside: bool) {
+    push(|| Piece::Launch { kernel: *kernel, shape, args: args.to_vec(), is_beside });
 }
 
-/// Notes a product.
-pub(crate) fn note_product(gemm: &Gemm) {
-    note(|| Piece::Product(Box::new(*gemm)));
+/// Records a product.
+pub(crate) fn record_product(gemm: &Gemm) {
+    push(|| Piece::Product(Box::new(*gemm)));
 }
 
-/// Notes an upload.
-pub(super) fn note_upload(bytes: usize) {
-    note(|| Piece::Upload(bytes));
+/// Records an upload.
+pub(super) fn record_upload(bytes: usize) {
+    push(|| Piece::Upload(bytes));
 }
 
-/// Notes work on the second queue that writes to these addresses. Returns its number.
-pub(crate) fn note_begin(written: Vec<u64>) -> usize {
+/// Records work on the second queue that writes to these addresses. Returns its number.
+pub(crate) fn record_begin(written: Vec<u64>) -> usize {
     let number = RECORDED.with_borrow(|recorded| recorded.as_ref().map_or(0, Vec::len));
-    note(|| Piece::Begin(written));
+    push(|| Piece::Begin(written));
     number
 }
 
-/// Notes a wait of the first queue for the work of this number.
-pub(crate) fn note_end(number: usize) {
-    note(|| Piece::End(number));
+/// Records a wait of the first queue for the work of this number.
+pub(crate) fn record_end(number: usize) {
+    push(|| Piece::End(number));
 }
 
-fn note(piece: impl FnOnce() -> Piece) {
+fn push(piece: impl FnOnce() -> Piece) {
     RECORDED.with_borrow_mut(|recorded| {
         if let Some(work) = recorded {
             work.push(piece());
@@ -151,7 +151,7 @@ impl RecordedWork {
     /// Returns the products that read what a kernel of `dequantize.cu` wrote, in their order.
     pub fn panel_products(&self) -> Vec<PanelProduct> {
         // The address of each panel, and the begin of its work.
-        let (mut panels, mut found): (Vec<(u64, Option<usize>)>, _) = (Vec::new(), Vec::new());
+        let (mut panels, mut pieces): (Vec<(u64, Option<usize>)>, _) = (Vec::new(), Vec::new());
         let end_of = |begin| self.0.iter().position(|piece| matches!(piece, Piece::End(of) if *of == begin));
         for (index, piece) in self.0.iter().enumerate() {
             match piece {
@@ -163,7 +163,7 @@ impl RecordedWork {
                         begin,
                         end: begin.and_then(end_of),
                     };
-                    found.extend(read.map(of));
+                    pieces.extend(read.map(of));
                     forget(&mut panels, &gemm.d.arg);
                 }
                 Piece::Launch { kernel, args, is_beside: false, .. } => {
@@ -180,7 +180,7 @@ impl RecordedWork {
                 Piece::Launch { .. } | Piece::Upload(_) | Piece::End(_) => {}
             }
         }
-        found
+        pieces
     }
 
     /// Runs it again with the recorded arguments and addresses, without the uploads.
@@ -214,17 +214,17 @@ mod tests {
         let outcome = std::panic::catch_unwind(|| record(|| panic!("a kernel is missing")));
         assert!(outcome.is_err() && pieces().is_none());
         let ((), outer) = record(|| {
-            note_upload(4);
+            record_upload(4);
             let inner = std::panic::catch_unwind(|| {
                 record(|| {
-                    note_upload(8);
+                    record_upload(8);
                     panic!("a kernel is missing")
                 })
             });
             assert!(inner.is_err() && pieces() == Some(1));
-            let ((), inner) = record(|| note_upload(16));
+            let ((), inner) = record(|| record_upload(16));
             assert_eq!(inner.lines(), ["upload of 16 B"]);
-            note_upload(32);
+            record_upload(32);
         });
         assert_eq!(outer.lines(), ["upload of 4 B", "upload of 32 B"]);
         assert!(pieces().is_none());

@@ -16,16 +16,16 @@ use crate::runtime::trace::{self, SpanInfo, SpanKind};
 /// Fails if the device has not enough memory, or the shape has another number of elements.
 pub fn upload<T: KernelElement>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     if let Some(driver) = driver_on(device) {
-        driver.note_upload(size_of_val(values));
+        driver.record_upload(size_of_val(values));
     }
     let shape = shape.into();
     if values.is_empty() {
         return Ok(TensorMut::zeros(shape, T::DTYPE, device)?.into_tensor());
     }
     let make = || Tensor::from_slice(values, shape.clone(), device);
-    let there = allocated(device, size_of_val(values), make)?;
+    let uploaded = allocated(device, size_of_val(values), make)?;
     finish_upload(device)?;
-    Ok(there)
+    Ok(uploaded)
 }
 
 /// Returns the values of a tensor, after the device has computed them.
@@ -34,7 +34,7 @@ pub fn upload<T: KernelElement>(values: &[T], shape: impl Into<Shape>, device: &
 /// Fails if an operation of the device failed.
 pub fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
     if let Some(driver) = driver_on(tensor.device()) {
-        driver.note_read();
+        driver.record_read();
     }
     if trace::is_on() {
         // A separate span, because the copy's own would include the wait.

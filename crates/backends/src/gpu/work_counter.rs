@@ -284,16 +284,16 @@ impl Driver for LaunchCounter {
         Ok(Some(Box::new(SecondQueue { piece })))
     }
 
-    fn note_attention(&self, flops: &dyn Fn() -> f64) {
+    fn record_attention(&self, flops: &dyn Fn() -> f64) {
         let flops = flops();
         with_requested(|asked| asked.work.attention_flops += flops);
     }
 
-    fn note_upload(&self, bytes: usize) {
+    fn record_upload(&self, bytes: usize) {
         with_requested(|asked| asked.work.uploaded_bytes += bytes as u64);
     }
 
-    fn note_read(&self) {
+    fn record_read(&self) {
         with_requested(|asked| {
             asked.work.waits += u64::from(std::mem::take(&mut asked.busy));
             for queue in [&mut asked.first, &mut asked.second] {
@@ -386,8 +386,8 @@ mod tests {
         end.map_or(Ok(()), |end| end.join())?;
         // This product comes too late.
         multiply(4096)?;
-        let found = requested_work() - before;
-        Ok([found.launches_beside, found.hidden_bytes])
+        let counted = requested_work() - before;
+        Ok([counted.launches_beside, counted.hidden_bytes])
     }
 
     /// The time of both is that of the slower one: a piece of work that nothing multiplies beside

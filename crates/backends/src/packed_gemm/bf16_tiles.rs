@@ -232,18 +232,18 @@ fn put(tile: &mut Tile, line: usize, values: __m512i) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(values: &[f32]) -> __m512 {
-    let there = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
+    let mask = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
     // SAFETY: masked lanes are not read.
-    unsafe { _mm512_maskz_loadu_ps(there, values.as_ptr()) }
+    unsafe { _mm512_maskz_loadu_ps(mask, values.as_ptr()) }
 }
 
 /// Loads the first 32 values; zeros past the end.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn load_bf16(values: &[bf16]) -> __m512i {
-    let there = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
+    let mask = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
     // SAFETY: masked lanes are not read.
-    unsafe { _mm512_maskz_loadu_epi16(there, values.as_ptr().cast()) }
+    unsafe { _mm512_maskz_loadu_epi16(mask, values.as_ptr().cast()) }
 }
 
 /// Returns part number `part` of `x`, from which the earlier parts are subtracted.

@@ -194,11 +194,11 @@ fn add_line_bf16<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: 
         let mut low = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
         let mut high = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr().add(16)));
         if accumulate {
-            let there = _mm512_loadu_si512(dst);
+            let stored = _mm512_loadu_si512(dst);
             let widened =
                 |half: __m256i| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
-            low = _mm512_add_ps(widened(_mm512_castsi512_si256(there)), low);
-            high = _mm512_add_ps(widened(_mm512_extracti64x4_epi64::<1>(there)), high);
+            low = _mm512_add_ps(widened(_mm512_castsi512_si256(stored)), low);
+            high = _mm512_add_ps(widened(_mm512_extracti64x4_epi64::<1>(stored)), high);
         }
         // Two vectors of bits: the type has no cast of its own.
         let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));

@@ -43,14 +43,15 @@ struct Expected {
 /// Computes the definition, with values rounded to bf16 first if `rounded`.
 fn expected<A: FloatElement, B: FloatElement>(case: &Case, rounded: bool) -> Expected {
     let (m, n, k) = case.shape;
-    let taken = |value: f32| if rounded { bf16::from_f32(value).to_f32() } else { value };
+    let as_stored = |value: f32| if rounded { bf16::from_f32(value).to_f32() } else { value };
     let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
         if turned { j * rows + i } else { i * cols + j }
     };
     let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
-    let a = |i, l| taken(A::nearest(a[at(i, l, (m, k), case.turned.0)]).widen());
-    let b: Vec<f32> =
-        (0..k * n).map(|e| taken(B::nearest(b[at(e / n, e % n, (k, n), case.turned.1)]).widen())).collect();
+    let a = |i, l| as_stored(A::nearest(a[at(i, l, (m, k), case.turned.0)]).widen());
+    let b: Vec<f32> = (0..k * n)
+        .map(|e| as_stored(B::nearest(b[at(e / n, e % n, (k, n), case.turned.1)]).widen()))
+        .collect();
     let mut all = Expected { exact: vec![0.0; m * n], size: vec![0.0; m * n], single: 0.0 };
     for (i, (exact, size)) in all.exact.chunks_mut(n).zip(all.size.chunks_mut(n)).enumerate() {
         let mut single = vec![0f32; n];
@@ -141,11 +142,11 @@ fn errors_of_kernels<A: FloatElement, B: FloatElement>(case: &Case) -> Vec<(Micr
     // Rounding does not change bf16 values.
     let exact = expected::<A, B>(case, false);
     let rounded = (may_round && is_bf16 != [true; 2]).then(|| expected::<A, B>(case, true));
-    let found = kernels(may_round).into_iter().map(|kernel| {
+    let errors = kernels(may_round).into_iter().map(|kernel| {
         let expected = rounded.as_ref().filter(|_| rounds(kernel)).unwrap_or(&exact);
         (kernel, error::<A, B>(kernel, case, expected), expected.single)
     });
-    found.collect()
+    errors.collect()
 }
 
 #[test]
@@ -158,13 +159,13 @@ fn a_product_is_as_exact_as_in_f32() {
         for turned in [(false, false), (false, true), (true, false), (true, true)] {
             let threads = if i % 3 == 0 { Threads::All } else { Threads::One };
             let case = Case { shape, turned, accumulate: i % 2 == 0, threads };
-            let found = [
+            let errors = [
                 errors_of_kernels::<f32, f32>(&case),
                 errors_of_kernels::<bf16, f32>(&case),
                 errors_of_kernels::<f32, bf16>(&case),
                 errors_of_kernels::<bf16, bf16>(&case),
             ];
-            for (types, kernels) in found.into_iter().enumerate() {
+            for (types, kernels) in errors.into_iter().enumerate() {
                 for (kernel, error, single) in kernels {
                     // Split f32 takes six products, and each rounds the sum.
                     #[cfg(target_arch = "x86_64")]

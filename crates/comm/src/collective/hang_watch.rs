@@ -339,7 +339,7 @@ impl WatchShared {
     fn report(&self, worst: &WatchedRank, limit: Duration, hung: &[&WatchedRank]) -> HangReport {
         let (rank, phase) = (worst.progress.rank(), worst.activity.phase);
         let limit = units::duration(limit.as_secs_f64());
-        let said = match (self.limits.timeout, worst.earlier[phase as usize]) {
+        let limit_text = match (self.limits.timeout, worst.earlier[phase as usize]) {
             (Some(_), _) => format!("`parallel.timeout_secs` allows {limit}"),
             (None, Some(earlier)) => {
                 let longest = units::duration(earlier.longest.as_secs_f64());
@@ -349,12 +349,12 @@ impl WatchShared {
         };
         let silent = units::duration(worst.silent.as_secs_f64());
         let position = worst.progress.to_string();
-        let why = format!("it has made no progress for {silent}; {said}; {position}");
+        let why = format!("it has made no progress for {silent}; {limit_text}; {position}");
         let mut error = Error::new(
             ErrorCategory::Transient,
             format!("rank {rank} hangs: no progress in phase {}", phase.name()),
         )
-        .because(format!("it has made no progress for {silent}; {said}"))
+        .because(format!("it has made no progress for {silent}; {limit_text}"))
         .because(position);
         for other in hung.iter().filter(|other| other.progress.rank() != rank) {
             let silent = units::duration(other.silent.as_secs_f64());
@@ -386,14 +386,14 @@ impl WatchShared {
         let theirs = report.clone();
         drop(self.report.set(report.clone()));
         // In a separate thread, because the hung rank may hold a lock that this needs.
-        let tell = move || {
+        let notify = move || {
             hooks.into_iter().for_each(|hook| hook(&theirs));
             if let Some(world) = hung.and_then(|rank| rank.end()) {
                 world.abort(&theirs.why);
             }
         };
         // Without the thread nobody is informed, but the process still ends.
-        drop(threads::start("hang report", tell));
+        drop(threads::start("hang report", notify));
         if !self.is_over(LAST_WORDS) {
             end(&report.error);
         }

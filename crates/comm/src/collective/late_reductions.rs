@@ -81,7 +81,7 @@ impl Collective for LateReductions {
         Ok(Some(Ticket(u64::MAX)))
     }
 
-    fn open_reduction_lane(&self) -> Result<bool> {
+    fn open_reduction_stream(&self) -> Result<bool> {
         Ok(true)
     }
 

@@ -140,11 +140,11 @@ mod tests {
         assert_eq!(marks.read(), []);
         marks.watch(&Device::Cpu);
         marks.enter(Phase::Data);
-        let taken = std::hint::black_box(vec![1_u8; 48 << 20]);
+        let allocated = std::hint::black_box(vec![1_u8; 48 << 20]);
         marks.enter(Phase::Forward);
         let read = marks.read();
         let of = |phase: Phase| read.iter().find(|(one, _)| *one == phase).map_or(0, |(_, held)| held.host);
-        assert!(of(Phase::Data) >= 48 << 20, "{read:?} with {} held", taken.len());
+        assert!(of(Phase::Data) >= 48 << 20, "{read:?} with {} held", allocated.len());
         assert!(of(Phase::Load) == 0, "{read:?}");
     }
 }

@@ -172,8 +172,8 @@ pub trait Collective: Any + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// A rank has failed, or another call is made instead.
-    fn open_reduction_lane(&self) -> Result<bool> {
-        self.inner().map_or(Ok(false), |inner| inner.open_reduction_lane())
+    fn open_reduction_stream(&self) -> Result<bool> {
+        self.inner().map_or(Ok(false), |inner| inner.open_reduction_stream())
     }
 
     /// Creates the group of the ranks with the same `color`, in ascending order of their rank here.
@@ -235,7 +235,7 @@ pub trait Collective: Any + Send + Sync + fmt::Debug {
     }
 
     /// Starts a reduction of computed values, in parallel with computation after
-    /// [`Collective::open_reduction_lane`] returned true; none if it has finished on return. The
+    /// [`Collective::open_reduction_stream`] returned true; none if it has finished on return. The
     /// caller does not access the memory of a started one before [`Collective::finish`].
     ///
     /// # Errors

@@ -1,5 +1,5 @@
 //! Progress of each rank of this process, updated at every phase, call and heartbeat. It
-//! distinguishes working ranks from hung ones, and tells errors the state of the others.
+//! distinguishes working ranks from hung ones, and adds the state of the others to errors.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

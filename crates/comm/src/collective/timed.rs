@@ -179,8 +179,8 @@ impl Collective for TimedCollective {
         self.timed(None, None, |inner| inner.finish(ticket))
     }
 
-    fn open_reduction_lane(&self) -> Result<bool> {
-        self.timed(None, None, |inner| inner.open_reduction_lane())
+    fn open_reduction_stream(&self) -> Result<bool> {
+        self.timed(None, None, |inner| inner.open_reduction_stream())
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {

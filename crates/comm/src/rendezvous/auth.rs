@@ -116,8 +116,8 @@ impl Secret {
         let mut failed = Error::user("cannot make a secret for the processes of this host");
         for folder in folders {
             let path = folder.join("secret");
-            let found = private_file::read_or_make(&path, WHAT, MAX_BYTES as u64, random_digits);
-            match found {
+            let result = private_file::read_or_make(&path, WHAT, MAX_BYTES as u64, random_digits);
+            match result {
                 Ok(bytes) if bytes.len() == 2 * OWN_BYTES => return Ok(Secret::OfUser(bytes.into())),
                 Ok(_) => {
                     return Err(Error::user(format!("cannot use {WHAT} in {}", path.display()))
@@ -240,16 +240,16 @@ mod tests {
     #[test]
     fn which_address_needs_which() {
         let own = Secret::OfUser((*b"canary-0123456789-canary").into());
-        let (here, there) = ("127.0.0.1:1".parse().unwrap(), "10.0.0.1:1".parse().unwrap());
-        for (secret, address) in [(&Secret::Absent, &here), (&Secret::Absent, &there), (&own, &there)] {
+        let (loopback, remote) = ("127.0.0.1:1".parse().unwrap(), "10.0.0.1:1".parse().unwrap());
+        for (secret, address) in [(&Secret::Absent, &loopback), (&Secret::Absent, &remote), (&own, &remote)] {
             let error = secret.suffices(address).unwrap_err().to_string();
             assert!(error.contains(SECRET) && error.contains(WITHOUT_SECRET), "{error}");
         }
         for secret in [&own, &Secret::Waived, &shared(CANARY)] {
-            assert!(secret.suffices(&here).is_ok());
+            assert!(secret.suffices(&loopback).is_ok());
         }
         for secret in [Secret::Waived, shared(CANARY)] {
-            assert!(secret.suffices(&there).is_ok());
+            assert!(secret.suffices(&remote).is_ok());
         }
     }
 

@@ -57,7 +57,7 @@ pub(super) struct Connections {
     state: Mutex<State>,
     changed: Condvar,
     /// Held while a failure is sent: the connections are not closed before.
-    telling: Mutex<()>,
+    sending_failure: Mutex<()>,
     /// Messages received from each process since the last check, and its last status.
     heard: Vec<Heard>,
     status: Mutex<Option<StatusLine>>,
@@ -110,7 +110,7 @@ impl Connections {
             senders,
             state,
             changed: Condvar::new(),
-            telling: Mutex::new(()),
+            sending_failure: Mutex::new(()),
             heard: (0..processes).map(|_| Heard::default()).collect(),
             status: Mutex::default(),
         });
@@ -145,7 +145,7 @@ impl Connections {
         if self.failure().is_some() {
             return;
         }
-        let _telling = locked(&self.telling);
+        let _sending = locked(&self.sending_failure);
         let mut state = locked(&self.state);
         if state.failure.is_some() || state.closing {
             return;
@@ -161,9 +161,9 @@ impl Connections {
             // Separate threads: a process that reads nothing must not delay the others.
             for sender in hear {
                 let news = &news;
-                let tell = move || drop(locked(sender).send(news));
-                if threads::start_in(scope, "rendezvous news", None, tell).is_err() {
-                    tell();
+                let send = move || drop(locked(sender).send(news));
+                if threads::start_in(scope, "rendezvous news", None, send).is_err() {
+                    send();
                 }
             }
             hooks.into_iter().for_each(|hook| hook(&failure));
@@ -272,7 +272,7 @@ impl Connections {
 
     /// Closes all connections, which ends the readers.
     pub(super) fn close(&self) {
-        drop(locked(&self.telling));
+        drop(locked(&self.sending_failure));
         locked(&self.state).closing = true;
         for sender in self.senders.iter().flatten() {
             locked(sender).close();
@@ -313,10 +313,10 @@ impl Connections {
     /// Handles `process`, from which no message arrived for `silence`.
     pub(super) fn is_silent(&self, process: usize, silence: Duration) {
         let silence = units::duration(silence.as_secs_f64());
-        let said = locked(&self.heard[process].status).clone();
+        let last_status = locked(&self.heard[process].status).clone();
         let why =
             format!("it has sent no message for {silence}: its process is stopped, or its host is gone");
-        let why = if said.is_empty() { why } else { format!("{why}; its last status: {said}") };
+        let why = if last_status.is_empty() { why } else { format!("{why}; its last status: {last_status}") };
         self.blame(process, printable(&why, MAX_TEXT));
     }
 

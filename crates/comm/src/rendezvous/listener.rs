@@ -130,9 +130,9 @@ fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> 
 
 /// Resolves `name` to its addresses.
 pub(super) fn resolve(name: &str) -> std::io::Result<Vec<IpAddr>> {
-    let found = (name, 0).to_socket_addrs()?;
+    let addresses = (name, 0).to_socket_addrs()?;
     let mut ips: Vec<IpAddr> = Vec::new();
-    for address in found {
+    for address in addresses {
         if !ips.contains(&address.ip()) {
             ips.push(address.ip());
         }
@@ -150,7 +150,10 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
                     ErrorCategory::Transient,
                     format!("cannot find the master address `{name}`"),
                 )
-                .because(error.to_string()));
+                .because(error.to_string())
+                .hint(
+                    "name a host that every process can resolve: `MASTER_ADDR=HOST` or `--master-addr HOST`",
+                ));
             }
             Err(_) => sleep(Duration::from_millis(500).min(until.saturating_duration_since(Instant::now()))),
         }
@@ -241,7 +244,7 @@ impl Acceptor {
         address: SocketAddr,
         queue: mpsc::Sender<Arrival>,
     ) {
-        let Ok(kept) = stream.try_clone() else { return };
+        let Ok(handle) = stream.try_clone() else { return };
         {
             let mut unauthenticated = locked(&self.unauthenticated);
             if unauthenticated.len() >= self.max_unauthenticated
@@ -249,7 +252,7 @@ impl Acceptor {
             {
                 let _ = oldest.shutdown(Shutdown::Both);
             }
-            unauthenticated.push_back((number, kept));
+            unauthenticated.push_back((number, handle));
         }
         let acceptor = self.clone();
         let let_in = move || {
@@ -281,11 +284,11 @@ impl Acceptor {
                     // The queue has no reader if the rendezvous has just ended.
                     drop(queue.send(Arrival { request, connection }));
                 }
-                Ok(_) => self.note(address, "it sent no join request"),
-                Err(error) => self.note(address, &error.to_string()),
+                Ok(_) => self.log_refusal(address, "it sent no join request"),
+                Err(error) => self.log_refusal(address, &error.to_string()),
             },
             Err(error) => {
-                self.note(address, &error.to_string());
+                self.log_refusal(address, &error.to_string());
                 if let ConnectionError::Refused(refusal) = error {
                     if refusal == Refusal::Secret {
                         sleep(PENALTY);
@@ -297,7 +300,7 @@ impl Acceptor {
     }
 
     /// Counts a refusal, and logs the first one of each reason.
-    fn note(&self, address: SocketAddr, why: &str) {
+    fn log_refusal(&self, address: SocketAddr, why: &str) {
         if self.closed.load(Ordering::Relaxed) {
             return;
         }

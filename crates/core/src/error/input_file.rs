@@ -94,12 +94,12 @@ fn require_regular(doing: &str, path: &Path, found: &Metadata) -> Result<()> {
 }
 
 fn kind(found: &Metadata) -> &'static str {
-    let found = found.file_type();
-    if found.is_fifo() {
+    let file_type = found.file_type();
+    if file_type.is_fifo() {
         "a FIFO (pipe)"
-    } else if found.is_char_device() || found.is_block_device() {
+    } else if file_type.is_char_device() || file_type.is_block_device() {
         "a device"
-    } else if found.is_socket() {
+    } else if file_type.is_socket() {
         "a socket"
     } else {
         "not a regular file"

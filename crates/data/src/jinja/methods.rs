@@ -36,8 +36,8 @@ fn dict_method(dict: &Value, name: &str, args: &[Value]) -> Result<Value, Error>
     }
     if name == "get" {
         let [key, default] = bind("get", ["key", "default"], 1, args)?;
-        let found = dict.as_object().and_then(|object| object.get_value(&key.unwrap_or_default()));
-        return Ok(found.or(default).unwrap_or_else(|| Value::from(())));
+        let item = dict.as_object().and_then(|object| object.get_value(&key.unwrap_or_default()));
+        return Ok(item.or(default).unwrap_or_else(|| Value::from(())));
     }
     let [] = bind(name, [], 0, args)?;
     let (name, items) = match name {
@@ -59,8 +59,8 @@ fn sequence_method(sequence: &Value, name: &str, args: &[Value]) -> Result<Value
         "index" => {
             let [wanted, start, stop] = bind("index", ["value", "start", "stop"], 1, args)?;
             let (first, last) = window(items.len(), start.as_ref(), stop.as_ref())?;
-            let found = items[first..last.max(first)].iter().position(|item| Some(item) == wanted.as_ref());
-            found.map(|place| Value::from(first + place)).ok_or_else(|| fault("the value is not in the list"))
+            let index = items[first..last.max(first)].iter().position(|item| Some(item) == wanted.as_ref());
+            index.map(|place| Value::from(first + place)).ok_or_else(|| fault("the value is not in the list"))
         }
         _ => {
             let [] = bind(name, [], 0, args)?;

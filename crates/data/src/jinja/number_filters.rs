@@ -34,7 +34,7 @@ fn to_int(args: &[Value]) -> Result<Value, Error> {
     let [value, default, base] = bind("int", ["value", "default", "base"], 1, args)?;
     let value = value.unwrap_or_default();
     let base = base.as_ref().map_or(Ok(10), integer)?;
-    let found = match type_of(&value) {
+    let parsed = match type_of(&value) {
         PythonType::Undefined => return Err(fault("an undefined value has no int")),
         PythonType::Str => {
             let text = value.as_str().unwrap_or_default();
@@ -52,7 +52,7 @@ fn to_int(args: &[Value]) -> Result<Value, Error> {
         }
         _ => whole(&value),
     };
-    Ok(found.map_or_else(|| default.unwrap_or_else(|| Value::from(0)), int))
+    Ok(parsed.map_or_else(|| default.unwrap_or_else(|| Value::from(0)), int))
 }
 
 fn from_float(float: f64) -> Result<i128, Error> {
@@ -125,13 +125,13 @@ fn parse_float(text: &str) -> Option<f64> {
 fn to_float(args: &[Value]) -> Result<Value, Error> {
     let [value, default] = bind("float", ["value", "default"], 1, args)?;
     let value = value.unwrap_or_default();
-    let found = match type_of(&value) {
+    let parsed = match type_of(&value) {
         PythonType::Undefined => return Err(fault("an undefined value has no float")),
         PythonType::Str => parse_float(value.as_str().unwrap_or_default()),
         PythonType::Float => f64::try_from(value).ok(),
         _ => whole(&value).map(|number| number as f64),
     };
-    Ok(found.map_or_else(|| default.unwrap_or_else(|| Value::from(0.0)), Value::from))
+    Ok(parsed.map_or_else(|| default.unwrap_or_else(|| Value::from(0.0)), Value::from))
 }
 
 fn round(args: &[Value]) -> Result<Value, Error> {

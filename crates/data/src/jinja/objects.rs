@@ -106,8 +106,8 @@ impl Object for PythonRange {
     }
 
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        let place = key.as_usize().filter(|place| *place < self.length)?;
-        Some(Value::from(self.at(place)))
+        let index = key.as_usize().filter(|place| *place < self.length)?;
+        Some(Value::from(self.at(index)))
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {

@@ -264,13 +264,13 @@ fn places(length: usize, start: Option<i64>, stop: Option<i64>, step: i64) -> Re
     }
     let length = i128::try_from(length).unwrap_or(i128::MAX);
     let (low, high) = if step > 0 { (0, length) } else { (-1, length - 1) };
-    let place = |bound: Option<i64>, default: i128| match bound.map(i128::from) {
+    let index_of = |bound: Option<i64>, default: i128| match bound.map(i128::from) {
         None => default,
-        Some(place) if place < 0 => (place + length).max(low),
-        Some(place) => place.min(high),
+        Some(index) if index < 0 => (index + length).max(low),
+        Some(index) => index.min(high),
     };
-    let (mut at, step) = (place(start, if step > 0 { low } else { high }), i128::from(step));
-    let end = place(stop, if step > 0 { high } else { low });
+    let (mut at, step) = (index_of(start, if step > 0 { low } else { high }), i128::from(step));
+    let end = index_of(stop, if step > 0 { high } else { low });
     let mut places = Vec::new();
     while if step > 0 { at < end } else { at > end } {
         places.extend(usize::try_from(at));

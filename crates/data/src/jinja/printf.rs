@@ -33,8 +33,8 @@ impl FormatValues {
     fn at(&self, key: &str) -> Result<Value, Error> {
         let dict = self.keyed.as_ref().filter(|keyed| type_of(keyed) == PythonType::Dict);
         let dict = dict.ok_or_else(|| fault("format requires a mapping"))?;
-        let found = dict_pairs(dict).into_iter().find(|(name, _)| name.as_str() == Some(key));
-        found
+        let entry = dict_pairs(dict).into_iter().find(|(name, _)| name.as_str() == Some(key));
+        entry
             .map(|(_, value)| value)
             .ok_or_else(|| fault(format!("the values of a format have no key '{key}'")))
     }

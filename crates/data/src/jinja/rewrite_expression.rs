@@ -71,24 +71,24 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
 
     /// Consumes `operator` if it is next; returns its byte range.
     pub(super) fn operator(&mut self, operator: &str) -> Option<Range<usize>> {
-        let place = self.place().filter(|_| self.peek_operator(operator))?;
+        let range = self.place().filter(|_| self.peek_operator(operator))?;
         self.skip();
-        Some(place)
+        Some(range)
     }
 
     /// Consumes `name` if it is next; returns its byte range.
     pub(super) fn name(&mut self, name: &str) -> Option<Range<usize>> {
-        let place = self.place().filter(|_| self.peek_name(name))?;
+        let range = self.place().filter(|_| self.peek_name(name))?;
         self.skip();
-        Some(place)
+        Some(range)
     }
 
     /// Consumes any name; returns its byte range.
     pub(super) fn any_name(&mut self) -> Option<Range<usize>> {
-        let place = self.place()?;
+        let range = self.place()?;
         let (_, kind) = self.token(0)?;
         self.skip();
-        (kind == TokenKind::Name).then_some(place)
+        (kind == TokenKind::Name).then_some(range)
     }
 
     /// The number of recorded changes.
@@ -235,7 +235,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         let (start, mut end) = self.sum()?;
         let mut operators = Vec::new();
         loop {
-            let place = self.place();
+            let range = self.place();
             let function = match self.token(0) {
                 Some(("==" | "!=", TokenKind::Operator)) => "",
                 Some(("<", TokenKind::Operator)) => "lt__(",
@@ -249,7 +249,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
                 }
                 _ => break,
             };
-            operators.push((function, place?.start..self.place()?.end));
+            operators.push((function, range?.start..self.place()?.end));
             self.skip();
             end = self.sum()?.1;
         }
@@ -304,11 +304,11 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
                 Some((operator @ ("*" | "%" | "/" | "//"), TokenKind::Operator)) => operator,
                 _ => return Some((start, end)),
             };
-            let place = self.place()?;
+            let range = self.place()?;
             self.skip();
             end = self.power()?.1;
             if operator == "*" || operator == "%" {
-                self.replace(place, ", ");
+                self.replace(range, ", ");
                 self.wrap(start, if operator == "%" { "mod__(" } else { "mul__(" }, end, ")");
             }
         }
@@ -386,13 +386,13 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     }
 
     fn primary(&mut self) -> Option<Extent> {
-        let place = self.place()?;
+        let range = self.place()?;
         let (text, kind) = self.token(0)?;
         self.skip();
         match (kind, text) {
             (TokenKind::Name | TokenKind::Number, _) => {}
             (TokenKind::Text, _) => {
-                self.literal(place.clone());
+                self.literal(range.clone());
                 while let Some((_, TokenKind::Text)) = self.token(0) {
                     self.literal(self.place()?);
                     self.skip();
@@ -403,7 +403,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
             (_, "{") => self.items("}", true)?,
             _ => return None,
         }
-        Some((place.start, self.end()))
+        Some((range.start, self.end()))
     }
 
     fn literal(&mut self, place: Range<usize>) {
@@ -457,10 +457,10 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     /// Reads the name after a dot. A method without a call becomes a value.
     fn attribute(&mut self, start: usize, dot: Range<usize>, is_loop: bool) -> Option<()> {
         let (name, kind) = self.token(0)?;
-        let place = self.place()?;
+        let range = self.place()?;
         self.skip();
         if kind == TokenKind::Name && !self.peek_operator("(") && !is_loop && is_method(name) {
-            self.replace(dot.start..place.end, &format!(", '{name}')"));
+            self.replace(dot.start..range.end, &format!(", '{name}')"));
             self.edits.before(start, "attr__(");
         }
         matches!(kind, TokenKind::Name | TokenKind::Number).then_some(())

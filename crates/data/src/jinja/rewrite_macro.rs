@@ -86,7 +86,7 @@ fn parameters<'a>(
 ) -> Option<Vec<MacroParameter<'a>>> {
     let mut edits = SourceEdits::default();
     let mut reader = ExpressionReader::new(source, &tag.tokens, macros, &mut edits);
-    let mut found: Vec<(&str, Option<Range<usize>>, usize)> = Vec::new();
+    let mut defaults: Vec<(&str, Option<Range<usize>>, usize)> = Vec::new();
     for _ in 0..2 {
         reader.any_name()?;
     }
@@ -102,7 +102,7 @@ fn parameters<'a>(
             let (from, to) = reader.expression()?;
             default = Some(from..to);
         }
-        found.push((name, default, start));
+        defaults.push((name, default, start));
         if reader.operator(",").is_none() {
             reader.operator(")")?;
             break;
@@ -111,7 +111,7 @@ fn parameters<'a>(
     reader.at_end()?;
     // Reverse order, because each parameter takes the changes after its mark.
     let mut parameters = Vec::new();
-    for (name, default, start) in found.into_iter().rev() {
+    for (name, default, start) in defaults.into_iter().rev() {
         parameters.push(match default {
             None => MacroParameter { name, place: 0..0, default: None, reads: false },
             Some(place) => {

@@ -247,9 +247,9 @@ fn select(state: &mut State<'_, '_>, args: &[Value], attribute: bool, wanted: bo
         let (name, more) = rest.split_first().ok_or_else(|| fault("Missing parameter for attribute name"))?;
         (path, rest) = (AttributePath::of(Some(name)), more);
     }
-    let mut kept = Vec::new();
+    let mut selected = Vec::new();
     if !value.is_true() {
-        return Ok(Generated::value(kept));
+        return Ok(Generated::value(selected));
     }
     for item in items(value)? {
         let subject = path.get(&item, None)?;
@@ -261,8 +261,8 @@ fn select(state: &mut State<'_, '_>, args: &[Value], attribute: bool, wanted: bo
             }
         };
         if passes == wanted {
-            kept.push(item);
+            selected.push(item);
         }
     }
-    Ok(Generated::value(kept))
+    Ok(Generated::value(selected))
 }

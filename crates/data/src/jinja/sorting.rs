@@ -80,7 +80,7 @@ pub(super) fn dictsort(args: &[Value]) -> Result<Value, Error> {
     let [value, sensitive, by, reverse] =
         bind("dictsort", ["value", "case_sensitive", "by", "reverse"], 1, args)?;
     let value = value.unwrap_or_default();
-    let place = match by.as_ref().map_or(Some("key"), |by| by.as_str()) {
+    let column = match by.as_ref().map_or(Some("key"), |by| by.as_str()) {
         Some("key") => 0,
         Some("value") => 1,
         _ => return Err(fault("You can only sort by either \"key\" or \"value\"")),
@@ -90,7 +90,7 @@ pub(super) fn dictsort(args: &[Value]) -> Result<Value, Error> {
     }
     let sensitive = flag(sensitive.as_ref());
     let keyed = pair_tuples(&value).into_iter().map(|pair| {
-        let key = pair.get_item_by_index(place).unwrap_or_default();
+        let key = pair.get_item_by_index(column).unwrap_or_default();
         (without_case(key, sensitive), pair)
     });
     Ok(sort_by_key(keyed.collect(), flag(reverse.as_ref()))?.into())
@@ -118,7 +118,7 @@ pub(super) fn extreme(args: &[Value], name: &str) -> Result<Value, Error> {
 pub(super) fn unique(args: &[Value]) -> Result<Value, Error> {
     let [value, sensitive, attribute] = bind("unique", ["value", "case_sensitive", "attribute"], 1, args)?;
     let (sensitive, path) = (flag(sensitive.as_ref()), AttributePath::of(attribute.as_ref()));
-    let (mut seen, mut kept) = (HashSet::new(), Vec::new());
+    let (mut seen, mut unique) = (HashSet::new(), Vec::new());
     for item in items(&value.unwrap_or_default())? {
         let key = without_case(path.get(&item, None)?, sensitive);
         if matches!(type_of(&key), PythonType::List | PythonType::Dict) {
@@ -126,10 +126,10 @@ pub(super) fn unique(args: &[Value]) -> Result<Value, Error> {
         }
         let key = if type_of(&key) == PythonType::Bool { Value::from(i64::from(key.is_true())) } else { key };
         if seen.insert(key) {
-            kept.push(item);
+            unique.push(item);
         }
     }
-    Ok(Generated::value(kept))
+    Ok(Generated::value(unique))
 }
 
 pub(super) fn groupby(args: &[Value]) -> Result<Value, Error> {

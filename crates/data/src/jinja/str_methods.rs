@@ -184,11 +184,11 @@ fn partition(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     if separator.is_empty() {
         return Err(fault("empty separator"));
     }
-    let (found, missing) = match name {
+    let (split, missing) = match name {
         "partition" => (s.split_once(separator), [s, "", ""]),
         _ => (s.rsplit_once(separator), ["", "", s]),
     };
-    let parts = found.map_or(missing, |(before, after)| [before, separator, after]);
+    let parts = split.map_or(missing, |(before, after)| [before, separator, after]);
     Ok(Tuple::from(parts.map(Value::from)).into())
 }
 
@@ -260,11 +260,11 @@ fn search(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
         });
         return Ok(Value::from(count));
     }
-    let found = within.and_then(|(s, first)| {
+    let index = within.and_then(|(s, first)| {
         let at = if name.starts_with('r') { s.rfind(wanted) } else { s.find(wanted) };
         at.map(|at| first + s[..at].chars().count())
     });
-    match found {
+    match index {
         Some(place) => Ok(Value::from(place)),
         None if name.ends_with("index") => Err(fault("substring not found")),
         None => Ok(Value::from(-1)),
@@ -277,8 +277,8 @@ fn search(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
 /// Fails if the text grows too large.
 pub(super) fn replace(s: &str, old: &str, new: &str, count: i64) -> Result<String, Error> {
     let most = usize::try_from(count).unwrap_or(usize::MAX);
-    let found = if old.is_empty() { s.chars().count() + 1 } else { s.matches(old).count() };
-    check_text(found.min(most).checked_mul(new.len()).and_then(|added| added.checked_add(s.len())))?;
+    let matches = if old.is_empty() { s.chars().count() + 1 } else { s.matches(old).count() };
+    check_text(matches.min(most).checked_mul(new.len()).and_then(|added| added.checked_add(s.len())))?;
     Ok(s.replacen(old, new, most))
 }
 
@@ -346,8 +346,8 @@ fn translate(s: &str, table: &Value) -> Result<String, Error> {
     let pairs = dict_pairs(table);
     let mut out = String::new();
     for c in s.chars() {
-        let found = pairs.iter().find(|(key, _)| whole(key) == Some(i128::from(u32::from(c))));
-        match found.map(|(_, value)| value) {
+        let pair = pairs.iter().find(|(key, _)| whole(key) == Some(i128::from(u32::from(c))));
+        match pair.map(|(_, value)| value) {
             None => out.push(c),
             Some(value) if value.is_none() => {}
             Some(value) => match (value.as_str(), whole(value)) {

@@ -138,9 +138,9 @@ fn truncate(args: &[Value]) -> Result<Value, Error> {
         }
     };
     let (length, leeway) = (size(length.as_ref(), 255)?, size(given(leeway.as_ref()), 5)?);
-    let kept = length.checked_sub(end.chars().count());
-    let kept =
-        kept.ok_or_else(|| fault(format!("expected length >= {}, got {length}", end.chars().count())))?;
+    let limit = length.checked_sub(end.chars().count());
+    let limit =
+        limit.ok_or_else(|| fault(format!("expected length >= {}, got {length}", end.chars().count())))?;
     let whole = match type_of(&value) {
         PythonType::Undefined => "",
         _ => text(&value)?,
@@ -148,7 +148,7 @@ fn truncate(args: &[Value]) -> Result<Value, Error> {
     if whole.chars().count() <= length.saturating_add(leeway) {
         return Ok(value);
     }
-    let cut: String = whole.chars().take(kept).collect();
+    let cut: String = whole.chars().take(limit).collect();
     let cut = if flag(kill.as_ref()) {
         cut.as_str()
     } else {

@@ -244,7 +244,7 @@ pub(super) fn window(
     start: Option<&Value>,
     stop: Option<&Value>,
 ) -> Result<(usize, usize), Error> {
-    let place = |bound: Option<&Value>, default: usize| match given(bound) {
+    let index_of = |bound: Option<&Value>, default: usize| match given(bound) {
         None => Ok(default),
         Some(bound) => {
             let (at, length) = (i128::from(integer(bound)?), i128::try_from(length).unwrap_or(i128::MAX));
@@ -252,5 +252,5 @@ pub(super) fn window(
             Ok::<_, Error>(usize::try_from(at).unwrap_or(0))
         }
     };
-    Ok((place(start, 0)?, place(stop, length)?))
+    Ok((index_of(start, 0)?, index_of(stop, length)?))
 }

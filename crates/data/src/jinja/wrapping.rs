@@ -130,11 +130,11 @@ impl LineWrapper {
         let before = *text.get(at.checked_sub(1)?)?;
         let end = at + text[at..].iter().take_while(|c| **c == '-').count();
         let word = |c: &char| is_alnum(*c) || *c == '_';
-        let found = self.hyphens
+        let breaks = self.hyphens
             && end >= at + 2
             && (word(&before) || "!\"'&.,?".contains(before))
             && text.get(end).is_some_and(word);
-        found.then_some(end)
+        breaks.then_some(end)
     }
 
     fn word_end(&self, text: &[char], at: usize) -> usize {

@@ -19,7 +19,7 @@ impl ByteRanks {
     /// missing.
     pub(super) fn new(tokens: Vec<(Vec<u8>, u32)>) -> Result<Self, String> {
         check_splits(tokens.iter().map(|(token, _)| token.len()))?;
-        let (mut ranks, mut taken) = (HashMap::with_capacity(tokens.len()), HashSet::new());
+        let (mut ranks, mut used) = (HashMap::with_capacity(tokens.len()), HashSet::new());
         for (token, rank) in tokens {
             let shown = || token.escape_ascii().to_string();
             if token.is_empty() || rank >= MAX_ID {
@@ -28,7 +28,7 @@ impl ByteRanks {
                     shown()
                 ));
             }
-            if !taken.insert(rank) {
+            if !used.insert(rank) {
                 return Err(format!("its token \"{}\" has rank {rank}, as an earlier token", shown()));
             }
             if ranks.contains_key(&token) {

@@ -65,23 +65,23 @@ impl ConvertedVocabulary {
             ));
         }
         let invalid = "its parts make no tokenizer";
-        let mut found = FoundTokenizer::parse(text.as_bytes(), invalid)?;
+        let mut tokenizer = FoundTokenizer::parse(text.as_bytes(), invalid)?;
         let lists = settings.lists();
-        let tokens = lists.tokens(&found_tokenizer::added_tokens(&found.inner))?;
-        let new = NewToken::add_all(&mut found.inner, tokens)?;
+        let tokens = lists.tokens(&found_tokenizer::added_tokens(&tokenizer.inner))?;
+        let new = NewToken::add_all(&mut tokenizer.inner, tokens)?;
         let mut parts = new_tokens::in_tokenizer(parts, &new);
         if let Some(ends) = ends {
             let token = |is_added: bool, name| {
                 let text = lists.text(name).filter(|_| is_added)?;
-                found.inner.token_to_id(&text).map(|id| SpecialToken { text, id })
+                tokenizer.inner.token_to_id(&text).map(|id| SpecialToken { text, id })
             };
             let (bos, eos) = (token(ends.bos, "bos_token"), token(ends.eos, "eos_token"));
             parts.insert("post_processor".to_owned(), template(bos.as_ref(), eos.as_ref()));
         }
         let text = text_of(&parts)?;
-        let found = FoundTokenizer::parse(text.as_bytes(), invalid)?;
-        NewToken::check_ids(&new, &found.inner)?;
-        Ok(FinishedTokenizer { found, text, settings })
+        let with_tokens = FoundTokenizer::parse(text.as_bytes(), invalid)?;
+        NewToken::check_ids(&new, &with_tokens.inner)?;
+        Ok(FinishedTokenizer { found: with_tokens, text, settings })
     }
 }
 

@@ -78,11 +78,11 @@ pub(super) fn read(folder: &Path, model: &Path) -> Result<TokenizerSource> {
         return Ok(TokenizerSource { found, text, in_file: false, converted: true, config, settings });
     }
     let text = input_file::read_up_to("read", &path, MAX_TOKENIZER_BYTES)?;
-    let mut found = FoundTokenizer::read(&text, &path)?;
-    let completed = complete(&mut found, &text, &path, &settings.lists())?;
+    let mut tokenizer = FoundTokenizer::read(&text, &path)?;
+    let completed = complete(&mut tokenizer, &text, &path, &settings.lists())?;
     let in_file = completed.is_none();
     let text = completed.map_or(text, String::into_bytes);
-    Ok(TokenizerSource { found, text, in_file, converted: false, config, settings })
+    Ok(TokenizerSource { found: tokenizer, text, in_file, converted: false, config, settings })
 }
 
 /// Converts the vocabulary `bytes` of the file `name`, beside the config.json `model`.

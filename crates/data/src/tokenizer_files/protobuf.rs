@@ -72,11 +72,11 @@ pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {
     fn take(&mut self, count: u64) -> Result<&'a [u8], String> {
-        let taken = usize::try_from(count).ok().and_then(|count| self.0.split_at_checked(count));
-        let (taken, rest) =
-            taken.ok_or_else(|| format!("a field claims {count} bytes; found: {}", self.0.len()))?;
+        let parts = usize::try_from(count).ok().and_then(|count| self.0.split_at_checked(count));
+        let (bytes, rest) =
+            parts.ok_or_else(|| format!("a field claims {count} bytes; found: {}", self.0.len()))?;
         self.0 = rest;
-        Ok(taken)
+        Ok(bytes)
     }
 
     fn varint(&mut self) -> Result<u64, String> {
@@ -138,13 +138,13 @@ mod tests {
     fn fields_of_all_types_are_read() {
         let bytes =
             [0x08, 0x96, 0x01, 0x12, 2, b'h', b'i', 0x1d, 0, 0, 0x80, 0xbf, 0x21, 1, 2, 3, 4, 5, 6, 7, 8];
-        let found = fields(&bytes).unwrap();
-        assert_eq!(found.iter().map(|field| field.number).collect::<Vec<_>>(), [1, 2, 3, 4]);
-        assert_eq!(found[0].integer(), Ok(150));
-        assert_eq!(found[1].text(), Ok("hi"));
-        assert_eq!(found[2].float(), Ok(-1.0));
-        assert_eq!(found[3].value, FieldValue::Eight);
-        assert!(found[0].text().unwrap_err().contains("field 1 is not bytes"));
+        let parsed = fields(&bytes).unwrap();
+        assert_eq!(parsed.iter().map(|field| field.number).collect::<Vec<_>>(), [1, 2, 3, 4]);
+        assert_eq!(parsed[0].integer(), Ok(150));
+        assert_eq!(parsed[1].text(), Ok("hi"));
+        assert_eq!(parsed[2].float(), Ok(-1.0));
+        assert_eq!(parsed[3].value, FieldValue::Eight);
+        assert!(parsed[0].text().unwrap_err().contains("field 1 is not bytes"));
         let minus_one = [0x08, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
         assert_eq!(fields(&minus_one).unwrap()[0].integer(), Ok(-1));
     }

@@ -203,10 +203,10 @@ fn renamed(model: &SpmModel, settings: &TokenizerSettings) -> Vec<String> {
     let names: BTreeMap<i64, String> =
         lists.listed().into_iter().map(|(id, token)| (id, token.content)).collect();
     let pieces = || (0..).zip(&model.pieces);
-    let kept: HashSet<&str> =
+    let unchanged: HashSet<&str> =
         pieces().filter(|(id, _)| !names.contains_key(id)).map(|(_, piece)| piece.text.as_str()).collect();
     let name = |(id, piece): (i64, &Piece)| {
-        names.get(&id).filter(|name| !kept.contains(name.as_str())).unwrap_or(&piece.text).clone()
+        names.get(&id).filter(|name| !unchanged.contains(name.as_str())).unwrap_or(&piece.text).clone()
     };
     pieces().map(name).collect()
 }

@@ -92,11 +92,11 @@ mod tests {
 
     #[test]
     fn a_named_token_keeps_its_name() {
-        let mut found = settings(&json!({"bos_token": null, "eos_token": "e"}), &json!({"unk_token": "u"}));
+        let mut parsed = settings(&json!({"bos_token": null, "eos_token": "e"}), &json!({"unk_token": "u"}));
         for name in ["bos_token", "eos_token", "unk_token", "pad_token"] {
-            found.name_token(name, "x");
+            parsed.name_token(name, "x");
         }
-        let text = |name: &str| found.lists().text(name);
+        let text = |name: &str| parsed.lists().text(name);
         let named = ["bos_token", "eos_token", "unk_token", "pad_token"].map(text);
         assert_eq!(named, [None, Some("e".into()), Some("u".into()), Some("x".into())]);
         // The newer list replaces the older file.
@@ -108,9 +108,9 @@ mod tests {
     #[test]
     fn a_list_of_the_files_replaces_that_of_the_vocabulary() {
         let listed = |config: Value, map: Value| {
-            let mut found = settings(&config, &map);
-            found.list_tokens(vec![json!({"content": "v", "special": false})]);
-            let tokens = found.lists().tokens(&Default::default()).unwrap();
+            let mut parsed = settings(&config, &map);
+            parsed.list_tokens(vec![json!({"content": "v", "special": false})]);
+            let tokens = parsed.lists().tokens(&Default::default()).unwrap();
             tokens.into_iter().map(|token| (token.content, token.special)).collect::<Vec<_>>()
         };
         let of = |text: &str, special| vec![(text.to_owned(), special)];

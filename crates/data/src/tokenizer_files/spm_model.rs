@@ -237,11 +237,13 @@ mod tests {
 
     #[test]
     fn missing_fields_have_the_defaults_of_the_format() {
-        let found = model(&[], &["a"]).unwrap();
-        assert_eq!(found.algorithm(), Ok(Algorithm::Unigram));
-        assert_eq!((found.unk.id, found.bos.id, found.eos.id), (0, 1, 2));
-        assert!(found.dummy_prefix && found.removes_spaces && found.escapes_spaces && !found.byte_fallback);
-        assert_eq!(found.pieces[0].kind, PieceKind::Normal);
+        let parsed = model(&[], &["a"]).unwrap();
+        assert_eq!(parsed.algorithm(), Ok(Algorithm::Unigram));
+        assert_eq!((parsed.unk.id, parsed.bos.id, parsed.eos.id), (0, 1, 2));
+        assert!(
+            parsed.dummy_prefix && parsed.removes_spaces && parsed.escapes_spaces && !parsed.byte_fallback
+        );
+        assert_eq!(parsed.pieces[0].kind, PieceKind::Normal);
     }
 
     #[test]

@@ -45,12 +45,12 @@ pub(super) fn commit(
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
     folder.sync()?;
-    let place = folder.place().to_owned();
-    let before = make_room(&place, state)?;
+    let path = folder.place().to_owned();
+    let before = make_room(&path, state)?;
     if let Err(error) = folder.rename() {
         // Gives the earlier checkpoint its name back. If that fails, the next run does it.
         if let Some(Before::Replaced(old)) = before {
-            drop(std::fs::rename(old, &place));
+            drop(std::fs::rename(old, &path));
         }
         return Err(error);
     }
@@ -58,7 +58,7 @@ pub(super) fn commit(
         Before::Replaced(old) => removed(&old),
         Before::Kept(aside) => Some(format!(
             "{} is not a sound checkpoint of this run: kept as {}",
-            place.display(),
+            path.display(),
             aside.display()
         )),
     });
@@ -159,18 +159,18 @@ enum Stored<'a> {
 /// that could not be removed.
 pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<String> {
     let mut notes = Vec::new();
-    let found = list(output).unwrap_or_else(|error| {
+    let checkpoints = list(output).unwrap_or_else(|error| {
         notes.push(error.in_one_line());
         Vec::new()
     });
-    let mut kept = 0;
-    for (step, folder) in found.into_iter().rev() {
+    let mut complete = 0;
+    for (step, folder) in checkpoints.into_iter().rev() {
         if step == state.step {
-            kept += 1;
-        } else if kept >= keep && state.is_best(step) {
-        } else if kept < keep {
+            complete += 1;
+        } else if complete >= keep && state.is_best(step) {
+        } else if complete < keep {
             let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
-            kept += usize::from(counts);
+            complete += usize::from(counts);
         } else if manifest::is_complete(&folder)
             && TrainingState::read(&folder).is_ok_and(|saved| saved.is_earlier_of(state))
         {
@@ -196,11 +196,11 @@ fn stays(folder: &Path, error: &std::io::Error) -> String {
 /// Removes the folders of checkpoints that ended processes were filling or removing. Returns a
 /// message for each folder that could not be removed.
 pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
-    let found = match unfinished(output) {
+    let folders = match unfinished(output) {
         Ok(found) => found,
         Err(error) => return vec![error.in_one_line()],
     };
-    let gone = found.into_iter().filter(|(_, pid, _)| is_gone(*pid));
+    let gone = folders.into_iter().filter(|(_, pid, _)| is_gone(*pid));
     gone.filter_map(|(_, _, folder)| removed(&folder)).collect()
 }
 
@@ -211,11 +211,11 @@ pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
 /// Storage: `output` cannot be read.
 pub(super) fn restore_replaced(output: &Path) -> Result<()> {
     for (step, pid, folder) in unfinished(output)? {
-        let place = output.join(format!("{PREFIX}{step}"));
+        let path = output.join(format!("{PREFIX}{step}"));
         let replaced = folder.to_string_lossy().ends_with(REPLACED);
-        if replaced && is_gone(pid) && !is_there(&place)? {
+        if replaced && is_gone(pid) && !is_there(&path)? {
             // If that fails, the folder keeps its name, and the next run tries again.
-            drop(std::fs::rename(folder, place));
+            drop(std::fs::rename(folder, path));
         }
     }
     Ok(())
@@ -242,8 +242,8 @@ fn is_gone(pid: u32) -> bool {
 /// Returns the step and the process id in the name of a temporary folder:
 /// `checkpoint-<step>.tmp-<pid>`, also while it is removed.
 fn temporary_of(name: &str) -> Option<(u64, u32)> {
-    let (place, pid) = temporary(name)?;
-    Some((number(place.strip_prefix(PREFIX)?)?, pid))
+    let (base, pid) = temporary(name)?;
+    Some((number(base.strip_prefix(PREFIX)?)?, pid))
 }
 
 #[cfg(test)]

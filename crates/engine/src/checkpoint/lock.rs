@@ -160,9 +160,9 @@ fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
 fn is_at(file: &File, path: &Path) -> Result<bool> {
     use std::os::unix::fs::MetadataExt as _;
     let id = |data: std::fs::Metadata| (data.dev(), data.ino());
-    let Some(there) = if_there("look at", path, path.metadata())? else { return Ok(false) };
+    let Some(current) = if_there("look at", path, path.metadata())? else { return Ok(false) };
     let own = file.metadata().map_err(|error| Error::io("look at", path, &error))?;
-    Ok(id(own) == id(there))
+    Ok(id(own) == id(current))
 }
 
 /// Returns whether the file system has no locks, so that only the record names the holder.
@@ -194,26 +194,26 @@ mod tests {
     use super::*;
 
     fn place() -> (tempfile::TempDir, PathBuf) {
-        let place = tempfile::tempdir().expect("a folder");
-        let path = place.path().join(".finetune/lock");
-        (place, path)
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(".finetune/lock");
+        (folder, path)
     }
 
     #[test]
     fn names_its_holder_and_is_free_after_it() {
-        let (place, path) = place();
-        let held = FolderLock::take(place.path(), &path).expect("free");
-        let error = FolderLock::take(place.path(), &path).expect_err("held").to_string();
+        let (folder, path) = place();
+        let held = FolderLock::take(folder.path(), &path).expect("free");
+        let error = FolderLock::take(folder.path(), &path).expect_err("held").to_string();
         let named = format!("in use by process {} on host {}, since ", std::process::id(), process::host());
         assert!(error.contains(&named), "{error}");
         drop(held);
         assert_eq!(std::fs::read(&path).expect("a file"), b"", "nothing of this machine stays");
-        FolderLock::take(place.path(), &path).expect("free again");
+        FolderLock::take(folder.path(), &path).expect("free again");
     }
 
     #[test]
     fn a_record_of_another_host_is_believed_and_one_of_this_host_is_not() {
-        let (place, path) = place();
+        let (folder, path) = place();
         std::fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
         let holder = |host: &str, boot: Option<&str>| Holder {
             host: host.into(),
@@ -225,27 +225,27 @@ mod tests {
             std::fs::write(&path, serde_json::to_string(holder).expect("JSON")).expect("written");
         };
         left(&holder("elsewhere", Some("another boot")));
-        let error = FolderLock::take(place.path(), &path).expect_err("another host").to_string();
+        let error = FolderLock::take(folder.path(), &path).expect_err("another host").to_string();
         assert!(error.contains("process 1 on host elsewhere took the folder at 2026-01-02"), "{error}");
         assert!(error.contains(&format!("hint: when you know that it has ended, `rm {}`", path.display())));
         assert!(std::fs::read_to_string(&path).expect("a file").contains("elsewhere"), "the record stays");
         // The process with id 1 is alive and holds no lock.
         left(&holder(&process::host(), None));
-        drop(FolderLock::take(place.path(), &path).expect("a stale record of this host"));
+        drop(FolderLock::take(folder.path(), &path).expect("a stale record of this host"));
         if let Some(boot) = process::boot() {
             left(&holder("a container that is gone", Some(&boot)));
-            drop(FolderLock::take(place.path(), &path).expect("a stale record of this machine"));
+            drop(FolderLock::take(folder.path(), &path).expect("a stale record of this machine"));
         }
     }
 
     #[test]
     fn a_lock_file_that_goes_away_is_made_anew() {
-        let (place, path) = place();
-        let held = FolderLock::take(place.path(), &path).expect("free");
+        let (folder, path) = place();
+        let held = FolderLock::take(folder.path(), &path).expect("free");
         held.remove();
-        let again = FolderLock::take(place.path(), &path).expect("another file");
+        let again = FolderLock::take(folder.path(), &path).expect("another file");
         drop(held);
-        FolderLock::take(place.path(), &path).expect_err("still held");
+        FolderLock::take(folder.path(), &path).expect_err("still held");
         drop(again);
     }
 }

@@ -76,11 +76,12 @@ fn part_file(rank: usize, size: usize) -> String {
 pub(super) fn complete(folder: &Path, mut files: Files) -> Result<()> {
     let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
     for (name, wanted) in &files {
-        let found = present.get(name).and_then(|path| path.metadata().ok()).map(|data| data.len());
-        if found != Some(wanted.bytes) {
-            let found = found.map_or_else(|| "is missing".to_owned(), |bytes| format!("has {bytes} bytes"));
+        let actual_bytes = present.get(name).and_then(|path| path.metadata().ok()).map(|data| data.len());
+        if actual_bytes != Some(wanted.bytes) {
+            let problem =
+                actual_bytes.map_or_else(|| "is missing".to_owned(), |bytes| format!("has {bytes} bytes"));
             return Err(Error::new(ErrorCategory::Storage, format!("cannot complete {}", folder.display()))
-                .because(format!("{name} {found}, {} were written", wanted.bytes)));
+                .because(format!("{name} {problem}, {} were written", wanted.bytes)));
         }
     }
     for (name, path) in present {
@@ -163,11 +164,11 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     for (name, wanted) in &manifest.files {
         let Some(path) = present.get(name) else { return Err(damaged(format!("{name} is missing"))) };
         plain(path).map_err(|what| damaged(format!("{name} is {what}")))?;
-        let found = listed(path)?;
-        if found.bytes != wanted.bytes {
-            return Err(damaged(format!("{name} has {} bytes, {} were written", found.bytes, wanted.bytes)));
+        let actual = listed(path)?;
+        if actual.bytes != wanted.bytes {
+            return Err(damaged(format!("{name} has {} bytes, {} were written", actual.bytes, wanted.bytes)));
         }
-        if found != *wanted {
+        if actual != *wanted {
             return Err(damaged(format!("{name} is not what was written: its digest differs")));
         }
     }
@@ -198,17 +199,17 @@ fn listed(path: &Path) -> Result<Listed> {
 
 /// Returns the files of `folder` and its subfolders by relative name, without the manifest.
 pub(super) fn files_below(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
-    let mut found = Vec::new();
+    let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, &e))? {
         let entry = entry.map_err(|e| Error::io("read", folder, &e))?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let kind = entry.file_type().map_err(|e| Error::io("read", &entry.path(), &e))?;
         if kind.is_dir() {
             let inner = files_below(&entry.path())?;
-            found.extend(inner.into_iter().map(|(inner, path)| (format!("{name}/{inner}"), path)));
+            files.extend(inner.into_iter().map(|(inner, path)| (format!("{name}/{inner}"), path)));
         } else if name != FILE {
-            found.push((name, entry.path()));
+            files.push((name, entry.path()));
         }
     }
-    Ok(found)
+    Ok(files)
 }

@@ -174,7 +174,7 @@ impl SavedCheckpoint {
     ///
     /// # Errors
     /// Storage: the file cannot be read. User: it is malformed.
-    pub fn said_keys(&self) -> Result<Vec<String>> {
+    pub fn recorded_keys(&self) -> Result<Vec<String>> {
         Ok(TrainingState::as_written(&self.folder)?.fingerprint.into_keys().collect())
     }
 
@@ -270,16 +270,16 @@ pub fn count(output: &Path) -> Result<u64> {
 
 /// Returns the committed checkpoints in `output`, oldest first.
 fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let mut found = Vec::new();
+    let mut checkpoints = Vec::new();
     for entry in if_there("read", output, std::fs::read_dir(output))?.into_iter().flatten() {
         let path = entry.map_err(|e| Error::io("read", output, &e))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if let Some(step) = name.strip_prefix(PREFIX).and_then(number) {
-            found.push((step, path));
+            checkpoints.push((step, path));
         }
     }
-    found.sort();
-    Ok(found)
+    checkpoints.sort();
+    Ok(checkpoints)
 }
 
 /// Returns what `doing` something with `path` gave, or `None` if nothing is there.

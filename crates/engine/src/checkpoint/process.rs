@@ -4,8 +4,8 @@ pub(super) use crate::weights::is_alive;
 
 /// The name of this host.
 pub(super) fn host() -> String {
-    let told = line("/proc/sys/kernel/hostname").or_else(|| std::env::var("HOSTNAME").ok());
-    told.filter(|name| !name.is_empty()).unwrap_or_else(|| "an unnamed host".to_owned())
+    let name = line("/proc/sys/kernel/hostname").or_else(|| std::env::var("HOSTNAME").ok());
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| "an unnamed host".to_owned())
 }
 
 /// Returns the id of this boot of the kernel, which containers of one machine share, or `None` if

@@ -53,12 +53,12 @@ impl RunDifference<'_> {
 
 fn differences<'a>(then: &'a Fingerprint, now: &'a Fingerprint) -> Vec<RunDifference<'a>> {
     let keys: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
-    let found = keys.into_iter().map(|key| RunDifference {
+    let changes = keys.into_iter().map(|key| RunDifference {
         key,
         then: then.get(key).map(String::as_str),
         now: now.get(key).map(String::as_str),
     });
-    found.filter(|difference| difference.then != difference.now).collect()
+    changes.filter(|difference| difference.then != difference.now).collect()
 }
 
 /// A number of a fingerprint.

@@ -123,10 +123,10 @@ impl RunFolder {
             Err(error) => return Err(error),
         }
         *locked(&self.record) = Some(record);
-        let place = self.publish(&[])?.map_or_else(|| self.output.clone(), |(place, _)| place);
+        let folder = self.publish(&[])?.map_or_else(|| self.output.clone(), |(place, _)| place);
         self.notes.push(format!(
             "the run had written its whole result when its process ended: published in {}",
-            place.display()
+            folder.display()
         ));
         Ok(())
     }
@@ -138,9 +138,9 @@ impl RunFolder {
         if !manifest::is_there(&result)? {
             return self.clear_result();
         }
-        let place = free_name(|n| self.output.join(format!("{RESULT}.aside-{n}")))?;
-        std::fs::rename(&result, &place).map_err(|e| Error::io("move", &result, &e))?;
-        self.notes.push(format!("an unpublished result is kept as {}: {why}", place.display()));
+        let target = free_name(|n| self.output.join(format!("{RESULT}.aside-{n}")))?;
+        std::fs::rename(&result, &target).map_err(|e| Error::io("move", &result, &e))?;
+        self.notes.push(format!("an unpublished result is kept as {}: {why}", target.display()));
         Ok(())
     }
 
@@ -231,7 +231,7 @@ impl RunFolder {
     pub fn begin(&self, record: RunRecord, live: &[&str]) -> Result<()> {
         self.began.store(true, Ordering::SeqCst);
         *locked(&self.record) = Some(record);
-        self.note(live.iter().map(|name| ((*name).to_owned(), None)))
+        self.record_files(live.iter().map(|name| ((*name).to_owned(), None)))
     }
 
     /// Records that the run is complete, and that the card and report have its final metrics.
@@ -250,10 +250,10 @@ impl RunFolder {
     /// # Errors
     /// Storage: the disk is full or fails.
     pub fn write_text(&self, name: &str, text: &str) -> Result<()> {
-        self.note([(name.to_owned(), None)])?;
+        self.record_files([(name.to_owned(), None)])?;
         let path = self.output.join(name);
         write_text(&path, text)?;
-        self.note([(name.to_owned(), Some(appearance(&path)?))])
+        self.record_files([(name.to_owned(), Some(appearance(&path)?))])
     }
 
     /// Writes the file `name` of the published result, new or in place of the run's earlier one.
@@ -332,21 +332,21 @@ impl RunFolder {
         sync_tree(&result)?;
         let names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
         let later = later.iter().map(|name| (*name).to_owned());
-        let taken = self.taken(&names.iter().cloned().chain(later).collect::<Vec<_>>())?;
-        if !taken.is_empty() {
+        let existing = self.taken(&names.iter().cloned().chain(later).collect::<Vec<_>>())?;
+        if !existing.is_empty() {
             let name = |n: u32| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") };
-            let place = free_name(|n| self.output.join(name(n)))?;
+            let target = free_name(|n| self.output.join(name(n)))?;
             self.change(|record| {
-                record.elsewhere = place.file_name().map(|name| name.to_string_lossy().into_owned());
+                record.elsewhere = target.file_name().map(|name| name.to_string_lossy().into_owned());
                 Ok(())
             })?;
-            std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
+            std::fs::rename(&result, &target).map_err(|e| Error::io("write to", &target, &e))?;
             sync_folder(&self.output)?;
             // The seal is no longer needed. Readers of models ignore it if it cannot be removed.
-            drop(manifest::remove(&place));
-            return Ok(Some((place, taken)));
+            drop(manifest::remove(&target));
+            return Ok(Some((target, existing)));
         }
-        self.note(names.into_iter().map(|name| (name, None)))?;
+        self.record_files(names.into_iter().map(|name| (name, None)))?;
         let own = self.output.join(OWN);
         let committed = own.join(COMMITTED);
         // Not in the record: this result replaces it.
@@ -363,9 +363,9 @@ impl RunFolder {
     fn taken(&self, names: &[String]) -> Result<Vec<String>> {
         let guard = locked(&self.record);
         let record = guard.as_ref().ok_or_else(no_run)?;
-        let mut taken = self.foreign(record, names)?;
-        taken.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
-        Ok(taken)
+        let mut foreign = self.foreign(record, names)?;
+        foreign.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
+        Ok(foreign)
     }
 
     /// Changes the record and writes it.
@@ -377,7 +377,7 @@ impl RunFolder {
     }
 
     /// Records the appearance of files.
-    fn note(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
+    fn record_files(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
         self.change(|record| {
             record.files.extend(files);
             Ok(())
@@ -469,8 +469,8 @@ fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
     sync_folder(output)?;
     std::fs::remove_dir_all(&committed).map_err(|e| Error::io("remove", &committed, &e))?;
     for name in names {
-        let found = appearance(&output.join(&name))?;
-        record.files.insert(name, Some(found));
+        let current = appearance(&output.join(&name))?;
+        record.files.insert(name, Some(current));
     }
     Ok(())
 }

@@ -193,9 +193,9 @@ fn exists(path: &Path) -> Result<bool> {
 /// large.
 pub(super) fn appearance(path: &Path) -> Result<String> {
     let cannot = |e: std::io::Error| Error::io("read", path, &e);
-    let found = path.metadata().map_err(cannot)?;
-    let bytes = found.len();
-    if !found.is_file() {
+    let metadata = path.metadata().map_err(cannot)?;
+    let bytes = metadata.len();
+    if !metadata.is_file() {
         // Opening a pipe blocks.
         return Ok("no file".to_owned());
     }

@@ -115,7 +115,7 @@ impl<'a> Saver<'a> {
     pub fn new(options: SaverOptions, first: bool, writers: &'a SaveThreads) -> Self {
         let left = if first { folder::remove_unfinished(&options.output) } else { Vec::new() };
         let mut saver = Saver { options, writers, writing: None, notes: Vec::new(), noted: BTreeSet::new() };
-        saver.note(left);
+        saver.add_warnings(left);
         saver
     }
 
@@ -127,7 +127,7 @@ impl<'a> Saver<'a> {
             return;
         }
         let notes = folder::retain(&self.options.output, self.options.keep_last, state);
-        self.note(notes);
+        self.add_warnings(notes);
     }
 
     /// Returns the problems since the last call that do not end a run, such as an old checkpoint
@@ -136,8 +136,8 @@ impl<'a> Saver<'a> {
         std::mem::take(&mut self.notes)
     }
 
-    fn note(&mut self, said: Vec<String>) {
-        let new = said.into_iter().filter(|text| self.noted.insert(text.clone()));
+    fn add_warnings(&mut self, found: Vec<String>) {
+        let new = found.into_iter().filter(|text| self.noted.insert(text.clone()));
         self.notes.extend(new);
     }
 
@@ -168,13 +168,13 @@ impl<'a> Saver<'a> {
         // Before the folder: if the system refuses a thread, no rank has begun to write.
         let thread = self.writers.start()?;
         let options = self.options.clone();
-        let place = super::place(&options.output, step);
+        let target = super::place(&options.output, step);
         let begin = || {
             // The run's own folder, if any: the space check creates a file for a moment.
             let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());
             let asked = own.as_ref().unwrap_or(&options.output);
-            require_room(asked, options.bytes, &format!("cannot write {}", place.display()))?;
-            AtomicDir::beside(&place)
+            require_room(asked, options.bytes, &format!("cannot write {}", target.display()))?;
+            AtomicDir::beside(&target)
         };
         let folder = (rank == 0).then(begin).transpose()?;
         // All ranks write to the folder that rank 0 names.
@@ -182,9 +182,10 @@ impl<'a> Saver<'a> {
             Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
         let call = Call { what: "the folder of step", index: step as usize };
         world.broadcast(call, 0, &memory(&tag)?)?;
-        let shared = AtomicDir::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
-        let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
-        let work = SaveTask { state, tensors, options, shared, rank, size, share: say_share, all_parts };
+        let shared = AtomicDir::shared(&target, tag.to_vec1::<f64>()?[0] as u32);
+        let ((share_sender, share), (end_sender, end), (parts, all_parts)) =
+            (channel(), channel(), channel());
+        let work = SaveTask { state, tensors, options, shared, rank, size, share: share_sender, all_parts };
         let recorder = trace::recorder();
         let write = move || {
             let _member = recorder.as_ref().map(|recorder| recorder.join(1));
@@ -195,7 +196,7 @@ impl<'a> Saver<'a> {
             // thread: spans of two saves never overlap.
             let report = move |end| {
                 drop(span);
-                let _ = say_end.send(end);
+                let _ = end_sender.send(end);
             };
             match folder {
                 Some(folder) => work.first(folder, report),
@@ -222,7 +223,7 @@ impl<'a> Saver<'a> {
             Ok(end) => {
                 let notes = report_end(end, world)?;
                 writing.ended = true;
-                self.note(notes);
+                self.add_warnings(notes);
                 Ok(())
             }
             Err(TryRecvError::Disconnected) if !writing.ended => report_end::<()>(Err(panicked()), world),
@@ -245,7 +246,7 @@ impl<'a> Saver<'a> {
         if !writing.ended {
             let end = writing.end.recv().unwrap_or_else(|_| Err(panicked()));
             let notes = report_end(end, world)?;
-            self.note(notes);
+            self.add_warnings(notes);
         }
         world.barrier(call("the save of step"))
     }

@@ -14,8 +14,8 @@ use crate::units;
 /// Storage: not enough free space.
 pub(super) fn require_room(folder: &Path, bytes: u64, what: &str) -> Result<()> {
     let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
-    let found = if bytes == 0 { Ok(()) } else { MappedFile::check(folder, wanted) };
-    match found {
+    let result = if bytes == 0 { Ok(()) } else { MappedFile::check(folder, wanted) };
+    match result {
         Err(error) if error.kind() == ErrorCategory::Storage => {
             let needed = format!("{} are needed on the disk of {}", units::bytes(bytes), folder.display());
             Err(Error::new(ErrorCategory::Storage, what)

@@ -48,7 +48,7 @@ impl TrainLoop<'_> {
         watch: &mut RunWatch,
         is_save_due: bool,
     ) -> Result<()> {
-        self.say_end_of_patience(done.steps);
+        self.log_end_of_patience(done.steps);
         let saved = self.finish_saving();
         let saved = saved.and_then(|()| if is_save_due { self.save(done) } else { Ok(()) });
         let saved = saved.and_then(|()| self.finish_saving());
@@ -76,7 +76,7 @@ impl TrainLoop<'_> {
     }
 
     /// Prints that the run has ended early, if it has.
-    fn say_end_of_patience(&self, steps: u64) {
+    fn log_end_of_patience(&self, steps: u64) {
         let total = self.steps.total_steps();
         let Some(best) = self.best.as_ref().filter(|_| self.is_out_of_patience() && steps < total) else {
             return;

@@ -57,41 +57,41 @@ impl Engine {
     /// A forward failed; a peer failed.
     pub(crate) fn first_non_finite(&self, batches: &[Batch]) -> Result<BadValue> {
         let held = |check, holder| -> Result<Option<BadValue>> {
-            let place = self.store.first_found(self.store.first_non_finite(check)?)?;
-            Ok(place.map(|place| BadValue { place, holder }))
+            let description = self.store.first_found(self.store.first_non_finite(check)?)?;
+            Ok(description.map(|place| BadValue { place, holder }))
         };
-        if let Some(found) = held(FiniteCheck::FrozenWeights, BadValueHolder::FrozenWeight)? {
-            return Ok(found);
+        if let Some(bad) = held(FiniteCheck::FrozenWeights, BadValueHolder::FrozenWeight)? {
+            return Ok(bad);
         }
-        if let Some(found) = held(FiniteCheck::TrainedWeights, BadValueHolder::TrainedWeight)? {
-            return Ok(found);
+        if let Some(bad) = held(FiniteCheck::TrainedWeights, BadValueHolder::TrainedWeight)? {
+            return Ok(bad);
         }
         for (i, batch) in batches.iter().enumerate() {
             let output = self.first_non_finite_output(batch)?;
-            let found = output.map(|output| format!("the output of {output} on micro-batch {}", i + 1));
-            if let Some(place) = self.store.first_found(found)? {
-                return Ok(BadValue { place, holder: BadValueHolder::Output(i) });
+            let bad_output = output.map(|output| format!("the output of {output} on micro-batch {}", i + 1));
+            if let Some(description) = self.store.first_found(bad_output)? {
+                return Ok(BadValue { place: description, holder: BadValueHolder::Output(i) });
             }
         }
-        let found = held(FiniteCheck::Gradients, BadValueHolder::Gradient)?;
-        let place = "no weight, recomputed output or gradient".to_owned();
-        Ok(found.unwrap_or(BadValue { place, holder: BadValueHolder::Nothing }))
+        let bad = held(FiniteCheck::Gradients, BadValueHolder::Gradient)?;
+        let description = "no weight, recomputed output or gradient".to_owned();
+        Ok(bad.unwrap_or(BadValue { place: description, holder: BadValueHolder::Nothing }))
     }
 
     /// Returns the first layer, or the head, whose output for `batch` is not finite on this rank.
     /// It computes all layers, because the peers need this rank to gather each.
     fn first_non_finite_output(&self, batch: &Batch) -> Result<Option<String>> {
-        let mut found = None;
+        let mut layer_name = None;
         let hidden = self.hidden_by_layer(batch, AdapterSwitch::On, |layer, x| {
             let x = x.to_dtype(DType::F32)?;
-            if found.is_none() && to_host_vec::<f32>(&x)?.iter().any(|v| !v.is_finite()) {
-                found = Some(format!("model.layers.{layer}"));
+            if layer_name.is_none() && to_host_vec::<f32>(&x)?.iter().any(|v| !v.is_finite()) {
+                layer_name = Some(format!("model.layers.{layer}"));
             }
             Ok(())
         })?;
         let scores = self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On)?;
         let head = scores.iter().any(|score| !score.loss.is_finite());
-        Ok(found.or(head.then(|| "lm_head".to_owned())))
+        Ok(layer_name.or(head.then(|| "lm_head".to_owned())))
     }
 
     /// Returns the error for a step whose loss or gradient norm is not finite and that updated
@@ -101,21 +101,23 @@ impl Engine {
         // Whole forward passes follow, which the norm phase does not expect.
         self.store.mesh().world().enter(Phase::Evaluate)?;
         let bad = self.store.ranks_that(!own_loss.is_finite())?;
-        let found = self.first_non_finite(&step.micro_batches)?;
-        let mut place = found.place;
+        let bad_value = self.first_non_finite(&step.micro_batches)?;
+        let mut description = bad_value.place;
         let mesh = self.store.mesh();
         let ranks = mesh.world().size();
-        if let BadValueHolder::Output(i) = found.holder
+        if let BadValueHolder::Output(i) = bad_value.holder
             && let Some(rank) = (0..ranks).find(|rank| mesh.data_rank_of(*rank) == i % mesh.data_size())
             && ranks > 1
         {
-            place += &format!(", which rank {rank} trained on");
+            description += &format!(", which rank {rank} trained on");
         }
         let mut error = Error::new(ErrorCategory::Diverged, format!("the numbers diverged at step {number}"))
-            .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {place}"));
+            .because(format!(
+                "loss {loss}, gradient norm {grad_norm}; the first bad value is in {description}"
+            ));
         let texts = [whose_loss(&bad, ranks), whose_gradients(bad_gradients, ranks)];
         error = texts.into_iter().flatten().fold(error, Error::because);
-        Ok(error.because("this step updated nothing").hint(hint(found.holder, *number)))
+        Ok(error.because("this step updated nothing").hint(hint(bad_value.holder, *number)))
     }
 }
 
@@ -147,12 +149,12 @@ fn whose_loss(bad: &[usize], ranks: usize) -> Option<String> {
 fn hint(holder: BadValueHolder, number: u64) -> &'static str {
     match holder {
         BadValueHolder::FrozenWeight => {
-            "the model's files contain this value, and no training option changes that: check the files with \
-             `finetune inspect`, or download the model again"
+            "the model's files contain this value, and no training option changes that: download \
+             the model again, or use another one"
         }
         BadValueHolder::TrainedWeight if number == 1 => {
-            "the model's files contain this value, because no step has changed it yet: check the files with \
-             `finetune inspect`, or download the model again"
+            "the model's files contain this value, because no step has changed it yet: download \
+             the model again, or use another one"
         }
         BadValueHolder::Nothing => {
             "all values are finite when they are computed again: check the memory and the processor of the rank that the \

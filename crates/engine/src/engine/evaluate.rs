@@ -70,7 +70,7 @@ impl Engine {
             if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {
                 return Err(self.evaluation_diverged(&round, rank, rows)?);
             }
-            rows += round.iter().map(|batch| batch.rows as u64).sum::<u64>();
+            rows += round.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
             seen(rows);
         }
         self.over_ranks(sums)
@@ -79,10 +79,10 @@ impl Engine {
     /// Returns the error for a loss of `rank` that is not finite, in `round`, which comes after
     /// `done` rows.
     fn evaluation_diverged(&self, round: &[Batch], rank: usize, done: u64) -> Result<Error> {
-        let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
-        let place = self.store.mesh().data_rank_of(rank);
-        let (before, batch) = (done + rows(&round[..place]), &round[place..=place]);
-        let found = self.first_non_finite(batch)?.place;
+        let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
+        let data_rank = self.store.mesh().data_rank_of(rank);
+        let (before, batch) = (done + rows(&round[..data_rank]), &round[data_rank..=data_rank]);
+        let location = self.first_non_finite(batch)?.place;
         let on_rank = if self.store.mesh().world().size() > 1 {
             format!(", which rank {rank} evaluated,")
         } else {
@@ -92,7 +92,7 @@ impl Engine {
         let which = if first == last { format!("row {first}") } else { format!("rows {first} to {last}") };
         Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
             .because(format!("the loss of {which}{on_rank} is NaN or infinite"))
-            .because(format!("the first bad value is in {found}")))
+            .because(format!("the first bad value is in {location}")))
     }
 
     fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {
@@ -106,7 +106,7 @@ impl Engine {
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
         let score = || self.score(batch, AdapterSwitch::On);
         let mut scores = thread_pool::run_in_pool(&self.device, score)?.into_iter();
-        for segment in &batch.segments {
+        for segment in &batch.samples {
             let targets = &batch.targets[segment.start..segment.start + segment.len];
             let count = targets.iter().filter(|&&target| target != IGNORE).count();
             let mut exact = count > 0;

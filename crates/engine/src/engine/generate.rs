@@ -74,17 +74,17 @@ impl Engine {
         let caches = (0..self.config.num_layers())
             .map(|layer| BlockCache::bytes(&self.config, layer, capacity, dtype));
         let needed = caches.fold(0, u64::saturating_add);
-        let there = match self.device {
+        let available = match self.device {
             Device::Cpu => host_memory().map(|memory| memory.limit),
             _ => free_bytes(&self.device),
         };
         // If the available memory is unknown, the address space is the limit.
-        let there = there.unwrap_or(isize::MAX as u64);
-        if needed <= there {
+        let available = available.unwrap_or(isize::MAX as u64);
+        if needed <= available {
             return Ok(());
         }
         Err(Error::user(format!("cannot keep the keys, values and states of {capacity} tokens"))
-            .because(format!("they need {}; {} available", units::bytes(needed), units::bytes(there)))
+            .because(format!("they need {}; {} available", units::bytes(needed), units::bytes(available)))
             .hint("give a smaller `--max-new-tokens`"))
     }
 

@@ -99,7 +99,7 @@ fn segment(pass: &'static str, what: &'static str, index: usize) -> SpanInfo {
 impl Engine {
     fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
         self.store.mesh().world().expect_tokens(batch.targets.len());
-        self.layout_of(batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect())
+        self.layout_of(batch.samples.iter().map(|s| Span::sequence(s.start, s.len)).collect())
     }
 
     fn layout_of(&self, spans: Vec<Span>) -> Result<BatchLayout> {

@@ -70,10 +70,12 @@ impl DeadSteps {
             ErrorCategory::Diverged,
             format!("the model is dead at step {step}: it learns nothing"),
         )
-        .because(format!("the loss was exactly {loss} and the gradient norm 0 in the last {DEAD_STEPS} steps"))
+        .because(format!(
+            "the loss was exactly {loss} and the gradient norm 0 in the last {DEAD_STEPS} steps"
+        ))
         .hint(
-            "check the trained tokens with `finetune data`, the weights with `finetune inspect`, and the values of \
-                 `adapter.lora_alpha` and `optimizer.learning_rate`",
+            "check the trained tokens with `finetune data`, and the values of `adapter.lora_alpha` and \
+                 `optimizer.learning_rate`; if the files of the model hold only zeros, download it again",
         ))
     }
 }
@@ -174,10 +176,10 @@ impl RunWatch {
     /// Returns the warnings after a step that updated weights.
     pub(super) fn after_step(&mut self, report: &StepReport, store: &ParamStore) -> Vec<String> {
         self.updates += 1;
-        let unreached = (self.updates == REACHED_AFTER).then(|| self.say_unreached(store)).flatten();
+        let unreached = (self.updates == REACHED_AFTER).then(|| self.unreached_warning(store)).flatten();
         let slow = self.ranks.after_step(report.step, &report.rank_secs);
-        let found = [self.spikes.after(report), self.still.after(report)];
-        found.into_iter().flatten().map(|found| found.message).chain(unreached).chain(slow).collect()
+        let findings = [self.spikes.after(report), self.still.after(report)];
+        findings.into_iter().flatten().map(|finding| finding.message).chain(unreached).chain(slow).collect()
     }
 
     /// Ends a run whose model cannot learn, after a step that updated weights. All ranks see the
@@ -197,22 +199,23 @@ impl RunWatch {
     /// Returns the warning at the end of a run that is too short for the one after `REACHED_AFTER`.
     pub(super) fn at_end(&mut self, store: &ParamStore) -> Option<String> {
         let judged = (REACHED_AT_END..REACHED_AFTER).contains(&self.updates);
-        judged.then(|| self.say_unreached(store)).flatten()
+        judged.then(|| self.unreached_warning(store)).flatten()
     }
 
     /// Returns a warning that names the tensors without a gradient so far, once.
-    fn say_unreached(&mut self, store: &ParamStore) -> Option<String> {
-        let (all, found) = (store.trainable_entries().len(), std::mem::take(&mut self.unreached));
+    fn unreached_warning(&mut self, store: &ParamStore) -> Option<String> {
+        let (all, indices) = (store.trainable_entries().len(), std::mem::take(&mut self.unreached));
         // If no tensor has a gradient, the norm is 0, and `StillGradients` warns.
-        if found.is_empty() || found.len() == all {
+        if indices.is_empty() || indices.len() == all {
             return None;
         }
-        let names: Vec<&str> = found.iter().take(NAMED).filter_map(|at| store.trainable_name(*at)).collect();
-        let others = found.len() - names.len();
+        let names: Vec<&str> =
+            indices.iter().take(NAMED).filter_map(|at| store.trainable_name(*at)).collect();
+        let others = indices.len() - names.len();
         let others = if others > 0 { format!(" and {others} more") } else { String::new() };
         Some(format!(
             "{} of {all} trainable tensors had no gradient in {}, and learn nothing: {}{others}",
-            found.len(),
+            indices.len(),
             units::exact(self.updates, "step"),
             names.join(", ")
         ))
@@ -251,11 +254,11 @@ mod tests {
     #[test]
     fn a_held_out_loss_that_rises_three_times_is_said_once() {
         let mut losses = HeldOutLosses::default();
-        let said: Vec<u64> = (0..)
+        let warned_at: Vec<u64> = (0..)
             .zip([3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.0, 2.1, 2.2, 2.2, 2.3, 2.4, 2.5])
             .filter_map(|(step, loss)| losses.after(step, loss).map(|_| step))
             .collect();
-        assert_eq!(said, [4, 12]);
+        assert_eq!(warned_at, [4, 12]);
     }
 
     /// Returns a pseudo-random number between -1 and 1.
@@ -267,25 +270,25 @@ mod tests {
     fn a_slow_rank_is_named_once_within_20_steps() {
         let even = |step: u64, rank: u64| 0.1 * (1.0 + 0.05 * noise(step, rank));
         let one = |step| vec![even(step, 0), even(step, 1), 1.3 * even(step, 2), even(step, 3)];
-        let said = slow_ranks(one);
-        assert_eq!(said.len(), 1, "{said:?}");
+        let warnings = slow_ranks(one);
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
         assert!(
-            said[0].starts_with("step 16: rank 2 is the slowest, and the others wait for it"),
-            "{said:?}"
+            warnings[0].starts_with("step 16: rank 2 is the slowest, and the others wait for it"),
+            "{warnings:?}"
         );
         // Rank 0 is slow from step 51 on; of two ranks the other is the median.
         let later = |step| vec![even(step, 0) * if step > 50 { 2.0 } else { 1.0 }, even(step, 1)];
-        let said = slow_ranks(later);
-        assert_eq!(said.len(), 1, "{said:?}");
-        assert!(said[0].starts_with("step 62: rank 0 is the slowest"), "{said:?}");
+        let warnings = slow_ranks(later);
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        assert!(warnings[0].starts_with("step 62: rank 0 is the slowest"), "{warnings:?}");
         // Another rank becomes the slow one.
         let first = |step, rank: u64| even(step, rank) * if (step > 50) == (rank == 1) { 2.0 } else { 1.0 };
-        let said = slow_ranks(|step| vec![first(step, 0), first(step, 1), even(step, 2)]);
-        assert_eq!(said.len(), 2, "{said:?}");
+        let warnings = slow_ranks(|step| vec![first(step, 0), first(step, 1), even(step, 2)]);
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
     }
 
     #[test]
-    fn even_ranks_give_no_alarm() {
+    fn even_ranks_give_no_alert() {
         assert_eq!(
             slow_ranks(|step| (0..4).map(|rank| 0.1 * (1.0 + 0.1 * noise(step, rank))).collect()),
             [""; 0]

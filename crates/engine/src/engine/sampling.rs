@@ -161,7 +161,9 @@ fn draw(weights: &[f32], random: &mut impl Rng) -> Result<u32> {
 fn check_finite(logits: &[f32]) -> Result<()> {
     if logits.iter().any(|&logit| logit.is_nan() || logit == f32::INFINITY) {
         return Err(Error::new(ErrorCategory::Diverged, "the model's logits are NaN or infinite")
-            .hint("check the weights with `finetune inspect`"));
+            .hint(
+                "a weight is NaN, infinite or too large for its dtype: download the model again, or train it again",
+            ));
     }
     Ok(())
 }
@@ -185,8 +187,8 @@ mod tests {
         let sum: f64 = powers.iter().sum();
         let mut shares: Vec<f32> = powers.iter().map(|power| (power / sum) as f32).collect();
         options.truncate(&mut shares);
-        let kept: f32 = shares.iter().sum();
-        shares.iter().map(|share| share / kept).collect()
+        let total: f32 = shares.iter().sum();
+        shares.iter().map(|share| share / total).collect()
     }
 
     /// The expected numbers come from this numpy script, which follows `logits_process.py` of
@@ -225,10 +227,10 @@ mod tests {
         for ([temperature, top_p, min_p, repetition_penalty], top_k, wanted) in cases {
             let top_k = (top_k > 0).then_some(top_k);
             let options = SamplingOptions { temperature, top_k, top_p, min_p, repetition_penalty };
-            let found = probabilities(&options);
-            for (found, wanted) in found.iter().zip(wanted) {
-                assert!((found - wanted).abs() < 2e-6, "{options:?}: {found} for {wanted}");
-                assert_eq!(*found == 0.0, wanted == 0.0, "{options:?}");
+            let actual = probabilities(&options);
+            for (actual, wanted) in actual.iter().zip(wanted) {
+                assert!((actual - wanted).abs() < 2e-6, "{options:?}: {actual} for {wanted}");
+                assert_eq!(*actual == 0.0, wanted == 0.0, "{options:?}");
             }
         }
     }

@@ -132,7 +132,7 @@ impl Engine {
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, &mut carried, None)?;
-            self.note_memory();
+            self.trace_memory();
             if let Some(loads) = saved.expert_loads() {
                 experts.add_layer(&loads, batch.len());
             }
@@ -203,20 +203,20 @@ impl Engine {
             let _span = span(|| segment("backward", "block", layer));
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.before(layer))?;
-            let Some(kept) = state.blocks.pop() else { break };
-            let panels = match &kept {
+            let Some(block_state) = state.blocks.pop() else { break };
+            let panels = match &block_state {
                 Checkpointed::Input(x) => weights.with_panels(x)?,
                 Checkpointed::Saved(_) => None,
             };
             let block = panels.as_ref().unwrap_or(&weights);
-            let saved = self.saved(layer, kept, block, (&context, &state.carried))?;
+            let saved = self.saved(layer, block_state, block, (&context, &state.carried))?;
             store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
             let mut beside = CarriedBackward { carried: &state.carried, gradients: &mut gradients };
             let gradient =
                 model::backward(config, layer, block, &saved, (&dx, need_dx), &context, &mut beside)?;
             drop((panels, weights));
-            self.note_memory();
+            self.trace_memory();
             store.reduce(Segment::Block(layer), step.last)?;
             release.begin();
             match gradient {
@@ -252,7 +252,7 @@ impl Engine {
     }
 
     /// Records the memory in use in a trace: that of the device, or of the process on a CPU.
-    fn note_memory(&self) {
+    fn trace_memory(&self) {
         if self.device.is_cpu() {
             trace::value("process memory", memory::current_bytes);
         } else {

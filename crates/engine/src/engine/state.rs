@@ -59,14 +59,14 @@ impl Trainer {
         release_freed_memory();
         let store = &self.engine.store;
         let world = store.mesh().world();
-        let kept = if with_state { self.optimizer.state_layout().tensors } else { &[] };
+        let state_tensors = if with_state { self.optimizer.state_layout().tensors } else { &[] };
         let mut share = Vec::new();
         for (index, bucket) in store.saved().enumerate() {
             let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
             let mut flats = Vec::new();
-            let kept = if bucket.trains() { kept } else { &[] };
+            let of_bucket = if bucket.trains() { state_tensors } else { &[] };
             if bucket.own().len() < bucket.elements() {
-                for position in 0..kept.len() {
+                for position in 0..of_bucket.len() {
                     flats.push(self.gathered(index, bucket, position)?);
                 }
             }
@@ -81,7 +81,7 @@ impl Trainer {
                     };
                     Ok(SavedState { name: tensor.name, values })
                 };
-                kept.iter().enumerate().map(one).collect::<Result<Vec<_>>>()
+                of_bucket.iter().enumerate().map(one).collect::<Result<Vec<_>>>()
             };
             for entry in &bucket.entries {
                 share.push(SnapshotTensor {
@@ -177,13 +177,13 @@ impl Trainer {
     /// A tensor of the state is missing in the checkpoint or has another size, or a file cannot be
     /// read.
     pub fn restore(&mut self, saved: &SavedCheckpoint) -> Result<()> {
-        let kept = self.optimizer.state_layout().tensors;
+        let state_tensors = self.optimizer.state_layout().tensors;
         for (index, bucket) in self.engine.store.trainable().enumerate() {
             for (state, range) in self.pieces_of(index) {
                 let inside =
                     |entry: &&BucketEntry| entry.start < range.end && range.start < entry.range().end;
                 for entry in bucket.entries.iter().filter(inside) {
-                    for (values, tensor) in state.iter().zip(kept) {
+                    for (values, tensor) in state.iter().zip(state_tensors) {
                         restore(values, range, entry, tensor.name, saved)?;
                     }
                 }
@@ -221,16 +221,19 @@ fn restore(
     let part = from - entry.start..to - entry.start;
     match values {
         StateValues::F32(values) => {
-            let mut found = vec![0f32; entry.desc.global_elements()];
-            saved.optimizer_state(param, name, &mut found)?;
-            bring(entry.local.take(&found, part.clone()), &values.narrow(0, from - range.start, part.len())?)
+            let mut saved_values = vec![0f32; entry.desc.global_elements()];
+            saved.optimizer_state(param, name, &mut saved_values)?;
+            bring(
+                entry.local.take(&saved_values, part.clone()),
+                &values.narrow(0, from - range.start, part.len())?,
+            )
         }
         StateValues::Int8(Int8State { codes, absmax }) => {
             // Blocks are counted within the whole parameter.
             entry.local.whole_shape()?;
             let mut scales = vec![0f32; entry.desc.global_elements().div_ceil(STATE_BLOCK)];
-            let found = saved.optimizer_codes(param, name, &mut scales)?;
-            bring(found[part.clone()].to_vec(), codes)?;
+            let saved_codes = saved.optimizer_codes(param, name, &mut scales)?;
+            bring(saved_codes[part.clone()].to_vec(), codes)?;
             bring(scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)].to_vec(), absmax)
         }
     }

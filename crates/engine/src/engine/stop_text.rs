@@ -50,9 +50,9 @@ mod tests {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let (mut search, mut text) = (StopSearch::new(&stops), String::new());
         for piece in pieces {
-            let (ready, found) = search.push(piece);
+            let (ready, is_end) = search.push(piece);
             text.push_str(&ready);
-            if found {
+            if is_end {
                 return (text, true);
             }
         }

@@ -150,7 +150,7 @@ impl TrainLoop<'_> {
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let done = self.run_steps(tokens);
         if let Err(error) = &done {
-            self.tell_end(RunEnd::Failed(error));
+            self.notify_end(RunEnd::Failed(error));
         }
         done
     }
@@ -169,10 +169,10 @@ impl TrainLoop<'_> {
         while !self.is_out_of_patience()
             && let Some(step) = self.next_step(total)?
         {
-            let (taken, agreed) = self.step(&step, &mut watch, &saves)?;
+            let (result, agreed) = self.step(&step, &mut watch, &saves)?;
             done.steps += 1;
             done.tokens += step.tokens;
-            match taken {
+            match result {
                 Ok(mut report) => {
                     diverged.updated();
                     done.facts.add_step(&report);
@@ -210,8 +210,8 @@ impl TrainLoop<'_> {
         } else {
             self.end(&mut done, &mut watch, has_moved && self.options.save.is_due_at_end())?;
         }
-        self.say_notes();
-        self.tell_end(if done.stopped { RunEnd::Stopped } else { RunEnd::Finished });
+        self.warn_about_problems();
+        self.notify_end(if done.stopped { RunEnd::Stopped } else { RunEnd::Finished });
         done.memory = self.clock.memory_by_phase();
         Ok(done)
     }
@@ -255,7 +255,7 @@ impl TrainLoop<'_> {
     }
 
     /// Warns about the saver's problems that do not end the run.
-    fn say_notes(&mut self) {
+    fn warn_about_problems(&mut self) {
         let notes = self.saver.take_notes();
         self.warn(notes);
         self.warn(PanelAhead::warning().map(str::to_owned));
@@ -264,7 +264,7 @@ impl TrainLoop<'_> {
     /// Does the work before the first step: an evaluation and a rehearsal of the longest
     /// micro-batch.
     fn begin(&mut self, done: &mut RunSummary, total: u64) -> Result<()> {
-        self.tell(|listeners| listeners.begin(done.steps, total));
+        self.notify(|listeners| listeners.begin(done.steps, total));
         if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
@@ -324,14 +324,14 @@ impl TrainLoop<'_> {
     }
 
     /// Calls the listeners, and warns about those that failed.
-    fn tell(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
+    fn notify(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
         let warnings = self.reporter.as_mut().map(|reporter| what(&mut reporter.listeners));
         self.warn(warnings.unwrap_or_default());
     }
 
     /// Tells the listeners the end of the run. A listener may wait for a program or a server, which
     /// is no hang.
-    fn tell_end(&mut self, end: RunEnd<'_>) {
+    fn notify_end(&mut self, end: RunEnd<'_>) {
         let world = self.trainer.engine.store.mesh().world();
         let Some(reporter) = &mut self.reporter else { return };
         let warnings = reporter.listeners.end(end, &|| world.heartbeat());
@@ -341,7 +341,7 @@ impl TrainLoop<'_> {
     /// Excludes the following work from step time.
     fn pause_step_timer(&mut self) {
         if let Some(reporter) = &mut self.reporter {
-            reporter.listeners.aside();
+            reporter.listeners.pause_step_timer();
         }
     }
 
@@ -366,17 +366,17 @@ impl TrainLoop<'_> {
     ) -> Result<(Result<StepReport>, StepAgreement)> {
         let (started, waited) = (clock::now(), self.clock.read());
         self.saver.check(self.trainer.engine.store.mesh().world())?;
-        self.say_notes();
-        let taken = match self.trainer.step(step) {
-            Err(error) if !self.may_pass_over(&error) => return Err(error),
-            taken => taken,
+        self.warn_about_problems();
+        let outcome = match self.trainer.step(step) {
+            Err(error) if !self.may_skip(&error) => return Err(error),
+            result => result,
         };
         let secs = clock::since(started).as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
-        let mut agreed = self.agree(computed, watch, taken.is_ok(), saves.is_late())?;
+        let mut agreed = self.agree(computed, watch, outcome.is_ok(), saves.is_late())?;
         let parts = self.clock.lap();
         let tokens_per_sec = step.tokens as f64 / secs;
-        let report = taken.map(|result| StepReport {
+        let report = outcome.map(|result| StepReport {
             epoch: step.epoch,
             loss: result.loss,
             learning_rate: result.learning_rate,
@@ -430,7 +430,7 @@ impl TrainLoop<'_> {
 
     /// Returns whether the run continues after a step that ended in `error`. All ranks decide
     /// alike, because their losses and norms are the same.
-    fn may_pass_over(&self, error: &Error) -> bool {
+    fn may_skip(&self, error: &Error) -> bool {
         error.kind() == ErrorCategory::Diverged && self.options.nan.on_nan != OnNan::Stop
     }
 
@@ -453,18 +453,18 @@ impl TrainLoop<'_> {
         let world = store.mesh().world();
         let has_gradients = if updated { store.has_gradients(watch.unreached())? } else { Vec::new() };
         let flag = |is_set: bool| f64::from(u8::from(is_set));
-        let mut said = vec![0.0; 2 + world.size()];
-        said[0] = flag(self.stop.load(Ordering::Relaxed));
-        said[1] = flag(is_late && world.rank() == 0);
-        said[2 + world.rank()] = computed;
-        said.extend(has_gradients.iter().map(|has| flag(*has)));
-        store.sum("signals and times", &mut said)?;
-        let reached = said.split_off(2 + world.size());
+        let mut sums = vec![0.0; 2 + world.size()];
+        sums[0] = flag(self.stop.load(Ordering::Relaxed));
+        sums[1] = flag(is_late && world.rank() == 0);
+        sums[2 + world.rank()] = computed;
+        sums.extend(has_gradients.iter().map(|has| flag(*has)));
+        store.sum("signals and times", &mut sums)?;
+        let reached = sums.split_off(2 + world.size());
         if updated {
             watch.reach(&reached.iter().map(|ranks| *ranks > 0.0).collect::<Vec<_>>());
         }
-        let rank_secs = if world.size() > 1 { said.split_off(2) } else { Vec::new() };
-        Ok(StepAgreement { asked_to_stop: said[0] > 0.0, is_save_late: said[1] > 0.0, rank_secs })
+        let rank_secs = if world.size() > 1 { sums.split_off(2) } else { Vec::new() };
+        Ok(StepAgreement { asked_to_stop: sums[0] > 0.0, is_save_late: sums[1] > 0.0, rank_secs })
     }
 
     /// Ends the progress and the trace; adds the last save's time and the table of the trace to

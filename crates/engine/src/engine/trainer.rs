@@ -95,11 +95,11 @@ impl Trainer {
     /// # Errors
     /// The memory does not suffice for the optimizer's state.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
-        let mut found = Vec::new();
+        let mut states = Vec::new();
         for (index, bucket) in engine.store.trainable().enumerate() {
-            found.extend(param_groups(index, bucket, &options, engine.store.offload())?);
+            states.extend(param_groups(index, bucket, &options, engine.store.offload())?);
         }
-        let (all, slices) = found.into_iter().unzip();
+        let (all, slices) = states.into_iter().unzip();
         let optimizer = if engine.store.offload().has_state() {
             Optimizer::offloaded(options.optimizer.clone(), all, &engine.device, None)?
         } else {
@@ -209,9 +209,9 @@ impl Trainer {
             return Ok(Vec::new());
         }
         store.zero_gradients()?;
-        store.watch_own_gradients(true);
+        store.start_nonfinite_check();
         let again = self.gradients(step, number, scale);
-        let bad = store.watch_own_gradients(false);
+        let bad = store.stop_nonfinite_check();
         again?;
         store.ranks_that(bad)
     }
@@ -221,7 +221,7 @@ impl Trainer {
     fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let mesh = self.engine.store.mesh();
-        let turns = step.turns(mesh.data_rank(), mesh.data_size());
+        let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
         let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
         let micro_step = |turn: usize, batch: &Batch| MicroStep {
             objective: &*self.objective,
@@ -296,7 +296,7 @@ fn param_groups(
     let stream = RngStream::new(options.seed).named("stochastic rounding").part(index as u64);
     let layout = options.optimizer.state_layout();
     let alone = layout.dtype == StateDtype::Int8;
-    let mut found = Vec::new();
+    let mut slices = Vec::new();
     let mut rest = &bucket.entries[..];
     while let [first, ..] = rest {
         let Some((decay, rate)) = decay_and_rate(first) else {
@@ -320,7 +320,7 @@ fn param_groups(
         let value = value.as_ref().map(|value| value.narrow(0, start, len)).transpose()?;
         let rounding = StochasticRounding::new(stream, range.start as u64);
         let group = ParamGroup { param, value, rounding, grad, decay, rate, large };
-        found.push((group, ParamSlice { bucket: index, range }));
+        slices.push((group, ParamSlice { bucket: index, range }));
     }
-    Ok(found)
+    Ok(slices)
 }

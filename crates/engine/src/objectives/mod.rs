@@ -134,10 +134,10 @@ impl LossSums {
             return Ok(());
         }
         let names = |metrics: &[MetricSum]| metrics.iter().map(|metric| metric.name).collect::<Vec<_>>();
-        let (mine, found) = (names(&self.metrics), names(&other.metrics));
-        if mine != found {
+        let (mine, theirs) = (names(&self.metrics), names(&other.metrics));
+        if mine != theirs {
             return Err(Error::internal("an objective's metrics change between micro-batches")
-                .because(format!("{mine:?}, then {found:?}")));
+                .because(format!("{mine:?}, then {theirs:?}")));
         }
         self.metrics.iter_mut().zip(other.metrics).for_each(|(mine, other)| mine.sum += other.sum);
         Ok(())

@@ -145,24 +145,24 @@ impl Bucket {
         let BucketKey { segment, kind, per_layer } = BucketKey::of(&descs[0]);
         let (descs_kind, trainable) = (descs[0].kind, descs[0].kind.trains());
         let (entries, len) = layout(descs, &bucket_options)?;
-        let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
+        let (stored, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         let itself = bucket_options.is_updated_itself(descs_kind);
         // Trainable values are read in f32 for any compute dtype: they are the master.
         let loaded = if trainable && !itself { DType::F32 } else { dtype };
         // With a master, the final storage may differ from the memory that is filled.
-        let place = if loaded == dtype { values } else { StorageTarget::Host };
-        let to = BucketOptions { values: place, ..bucket_options };
+        let target = if loaded == dtype { values } else { StorageTarget::Host };
+        let to = BucketOptions { values: target, ..bucket_options };
         let filled = match loaded {
             DType::BF16 => {
-                filled(&entries, &kept, &to, fill, |values: &mut [bf16]| LoadTarget::Bf16(values))?
+                filled(&entries, &stored, &to, fill, |values: &mut [bf16]| LoadTarget::Bf16(values))?
             }
-            _ => filled(&entries, &kept, &to, fill, |values: &mut [f32]| LoadTarget::F32(values))?,
+            _ => filled(&entries, &stored, &to, fill, |values: &mut [f32]| LoadTarget::F32(values))?,
         };
         let (value, master) = if loaded == dtype {
             (values.settle(filled)?, None)
         } else {
             let filled = filled.tensor()?;
-            let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
+            let master = filled.narrow(0, own.start - stored.start, own.len())?.force_contiguous()?;
             let master = to_device(&master, &bucket_options.offload.state_on(device))?;
             (values.settle(converted(filled, dtype)?.into())?, Some(master))
         };
@@ -202,8 +202,8 @@ impl Bucket {
     /// Returns the bytes that the values of a bucket of `descs` occupy in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
         let (_, len) = layout(descs.to_vec(), bucket_options)?;
-        let kept = bucket_options.part(bucket_options.spec.values, len).len();
-        Ok(MappedFile::room(kept, bucket_options.dtype))
+        let elements = bucket_options.part(bucket_options.spec.values, len).len();
+        Ok(MappedFile::room(elements, bucket_options.dtype))
     }
 
     /// Returns all values if they are ready for compute, or `None` if they are sharded or

@@ -63,7 +63,7 @@ mod tests {
             self.inner.call(call, operation)
         }
 
-        fn open_reduction_lane(&self) -> Result<bool> {
+        fn open_reduction_stream(&self) -> Result<bool> {
             if !self.has_lane.swap(true, Ordering::Relaxed) {
                 self.opened.fetch_add(1, Ordering::Relaxed);
             }

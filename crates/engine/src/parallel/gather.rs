@@ -138,12 +138,12 @@ impl GatherQueue {
     /// Returns the memory into which the runs of a block are gathered.
     pub(super) fn block(&self, layer: usize) -> Result<Gathered> {
         let runs = self.runs.get(&Segment::Block(layer)).map_or(&[][..], Vec::as_slice);
-        let place = |run: &ShardRun| {
+        let memory_of = |run: &ShardRun| {
             let memory = self.memory[layer % 2].get(&run.kind);
             let memory = memory.ok_or_else(|| Error::internal("no memory for a sharded run"))?;
             Ok((run.buffer_id, memory.narrow(0, 0, run.len)?))
         };
-        runs.iter().map(place).collect()
+        runs.iter().map(memory_of).collect()
     }
 
     /// Returns the largest number of segments that were whole at a time.
@@ -198,7 +198,7 @@ impl GatherQueue {
         let gathered = match segment {
             Segment::Block(layer) => self.block(layer)?,
             Segment::Embed | Segment::Head => {
-                let mut taken = |run: &ShardRun| -> Result<(BufferId, TensorMut)> {
+                let mut buffer_of = |run: &ShardRun| -> Result<(BufferId, TensorMut)> {
                     if run.freed {
                         let whole = TensorMut::zeros(run.len, run.part.dtype(), &self.device)?;
                         return Ok((run.buffer_id, whole));
@@ -210,7 +210,7 @@ impl GatherQueue {
                 };
                 let mut longest_first: Vec<&ShardRun> = runs.iter().collect();
                 longest_first.sort_by_key(|run| Reverse(run.len));
-                longest_first.into_iter().map(&mut taken).collect::<Result<_>>()?
+                longest_first.into_iter().map(&mut buffer_of).collect::<Result<_>>()?
             }
         };
         let call = call!("values of", segment);

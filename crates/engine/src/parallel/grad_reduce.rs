@@ -60,7 +60,7 @@ pub(super) struct GradBuffers {
     pending: Mutex<VecDeque<PendingReduction>>,
     /// True once this rank has sent a non-finite value since the check began; `None` if the check
     /// is off.
-    watched: Mutex<Option<bool>>,
+    has_nonfinite: Mutex<Option<bool>>,
 }
 
 /// A bucket's gradients during their reduction.
@@ -152,15 +152,18 @@ impl GradBuffers {
             outer: Mutex::default(),
             pool: BufferPool::default(),
             pending: Mutex::default(),
-            watched: Mutex::default(),
+            has_nonfinite: Mutex::default(),
         })
     }
 
-    /// Starts or stops the check for non-finite values in sent gradients. Returns whether any were
-    /// seen since it started.
-    pub(super) fn watch(&self, looks: bool) -> bool {
-        let mut watched = locked(&self.watched);
-        std::mem::replace(&mut *watched, looks.then_some(false)).unwrap_or(false)
+    /// Starts the check for non-finite values in sent gradients.
+    pub(super) fn start_nonfinite_check(&self) {
+        *locked(&self.has_nonfinite) = Some(false);
+    }
+
+    /// Stops the check. Returns whether it saw any.
+    pub(super) fn stop_nonfinite_check(&self) -> bool {
+        locked(&self.has_nonfinite).take().unwrap_or(false)
     }
 
     pub(super) fn reducing(&self) -> GradReduceOptions {
@@ -283,8 +286,8 @@ impl GradBuffers {
         (index, bucket): (usize, &Bucket),
         gradients: &Tensor,
     ) -> Result<PendingReduction> {
-        if let Some(found) = &mut *locked(&self.watched) {
-            *found |= !is_finite(gradients)?;
+        if let Some(has_any) = &mut *locked(&self.has_nonfinite) {
+            *has_any |= !is_finite(gradients)?;
         }
         let call = call!("gradients of", bucket.segment);
         let sent = if self.reducing.dtype == DType::F32 {
@@ -371,7 +374,7 @@ pub(super) fn open_lanes(updates: impl Iterator<Item = Placements>, mesh: &Devic
     }
     let groups: BTreeSet<ReducingRanks> =
         updates.flat_map(|update| ReducingRanks::of(mesh.shape(), update)).collect();
-    let opened = groups.iter().map(|ranks| ranks.group(mesh).open_reduction_lane());
+    let opened = groups.iter().map(|ranks| ranks.group(mesh).open_reduction_stream());
     // Every rank must ask every group.
     let opened: Vec<bool> = opened.collect::<Result<_>>()?;
     Ok(!opened.is_empty() && opened.into_iter().all(|opened| opened))

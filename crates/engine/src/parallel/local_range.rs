@@ -96,9 +96,9 @@ impl LocalRange {
 
     /// Returns the elements `part` of this rank's part, given the `whole` tensor.
     pub fn take<T: Copy>(&self, whole: &[T], part: Range<usize>) -> Vec<T> {
-        let mut taken = Vec::with_capacity(part.len());
-        self.pieces(part).for_each(|piece| taken.extend_from_slice(&whole[piece]));
-        taken
+        let mut own = Vec::with_capacity(part.len());
+        self.pieces(part).for_each(|piece| own.extend_from_slice(&whole[piece]));
+        own
     }
 
     /// Fills the part `out` by `fill`, which writes the whole tensor.

@@ -156,17 +156,17 @@ impl<T: PlainElement> BucketBuilder<T> {
     pub(super) fn in_place(&mut self, runs: impl Iterator<Item = Range<usize>>) -> Option<Vec<&mut [T]>> {
         let BuilderTarget::Memory(values) = &mut self.to else { return None };
         let (mut rest, mut at) = (&mut values[..], self.kept.start);
-        let mut found = Vec::new();
+        let mut pieces = Vec::new();
         for run in runs {
             if run.start < at || run.end > self.kept.end {
                 return None;
             }
             let (_, from) = std::mem::take(&mut rest).split_at_mut(run.start - at);
             let (memory, after) = from.split_at_mut(run.len());
-            found.push(memory);
+            pieces.push(memory);
             (rest, at) = (after, run.end);
         }
-        Some(found)
+        Some(pieces)
     }
 
     /// Gives `write` the elements `start..end` of the whole, which this rank keeps.

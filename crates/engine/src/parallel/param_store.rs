@@ -211,7 +211,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A parameter is missing, an internal error; a peer failed.
-    pub fn embed_gradients(&self) -> Result<EmbedGradients> {
+    pub(crate) fn embed_gradients(&self) -> Result<EmbedGradients> {
         self.prepare_backward(Segment::Embed)?;
         model::assemble::embed_gradients(&self.config, &self.views(&Gathered::new()))
     }
@@ -292,10 +292,14 @@ impl ParamStore {
         self.grad_buffers.wait_for_reductions(self.mesh(), &self.buckets, Some(segment))
     }
 
-    /// Starts or stops the check for non-finite local gradients before they are summed over ranks.
-    /// Returns whether any were seen since it started.
-    pub(crate) fn watch_own_gradients(&self, looks: bool) -> bool {
-        self.grad_buffers.watch(looks)
+    /// Starts the check for non-finite local gradients before they are summed over ranks.
+    pub(crate) fn start_nonfinite_check(&self) {
+        self.grad_buffers.start_nonfinite_check();
+    }
+
+    /// Stops the check. Returns whether it saw any.
+    pub(crate) fn stop_nonfinite_check(&self) -> bool {
+        self.grad_buffers.stop_nonfinite_check()
     }
 
     /// Waits for all pending reductions. Afterwards the gradients are complete.

@@ -79,13 +79,13 @@ impl QuantizedBucket {
     ) -> Result<Self> {
         let segment = descs[0].segment;
         let BucketLayout { mut entries, lens } = layout(descs, &bucket_options)?;
-        let kept = |dtype: RunDtype| bucket_options.part(bucket_options.spec.values, lens[&dtype]);
+        let stored_part = |dtype: RunDtype| bucket_options.part(bucket_options.spec.values, lens[&dtype]);
         let mut builders = RunBuilders {
-            bytes: BucketBuilder::new(kept(RunDtype::U8), bucket_options.values)?,
-            floats: BucketBuilder::new(kept(RunDtype::F32), bucket_options.values)?,
+            bytes: BucketBuilder::new(stored_part(RunDtype::U8), bucket_options.values)?,
+            floats: BucketBuilder::new(stored_part(RunDtype::F32), bucket_options.values)?,
         };
         for QuantizedEntry { desc, local, format, runs, offset } in &mut entries {
-            if !runs.iter().any(|slot| bucket_options.wants(&slot.range, &kept(slot.dtype()))) {
+            if !runs.iter().any(|slot| bucket_options.wants(&slot.range, &stored_part(slot.dtype()))) {
                 continue;
             }
             if let Some(runs) = builders.in_place(runs, offset) {
@@ -98,7 +98,7 @@ impl QuantizedBucket {
                 builders.fill(slot, &filled)?;
             }
             *offset = filled.runs.offset;
-            if runs.first().is_none_or(|slot| !kept(slot.dtype()).contains(&slot.range.start)) {
+            if runs.first().is_none_or(|slot| !stored_part(slot.dtype()).contains(&slot.range.start)) {
                 // Another rank contributes it.
                 *offset = 0.0;
             }
@@ -209,14 +209,14 @@ fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<B
         let ParamKind::Quantized(format) = desc.kind else {
             return Err(Error::internal(format!("{} is not quantized", desc.name)));
         };
-        let place = |run: QuantRun| {
+        let aligned = |run: QuantRun| {
             let len = lens.entry(run.meaning.dtype()).or_default();
             let start = *len;
             *len += run.elements.next_multiple_of(ALIGN);
             RunSlot { run, range: start..start + run.elements }
         };
         let local = bucket_options.mesh.local_range(&desc)?;
-        let runs = format.scheme().runs(local.elements()).into_iter().map(place).collect();
+        let runs = format.scheme().runs(local.elements()).into_iter().map(aligned).collect();
         entries.push(QuantizedEntry { runs, offset: 0.0, format, desc, local });
     }
     let unit = bucket_options.unit(ALIGN);

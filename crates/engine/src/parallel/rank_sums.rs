@@ -82,10 +82,10 @@ impl ParamStore {
     /// A peer failed.
     pub(crate) fn ranks_that(&self, yes: bool) -> Result<Vec<usize>> {
         let world = self.mesh().world();
-        let mut said = vec![0.0; world.size()];
-        said[world.rank()] = f64::from(u8::from(yes));
-        self.sum("what the ranks found", &mut said)?;
-        Ok((0..said.len()).filter(|rank| said[*rank] > 0.0).collect())
+        let mut flags = vec![0.0; world.size()];
+        flags[world.rank()] = f64::from(u8::from(yes));
+        self.sum("what the ranks found", &mut flags)?;
+        Ok((0..flags.len()).filter(|rank| flags[*rank] > 0.0).collect())
     }
 
     /// Returns the lowest rank that passes `yes`, if any. The result is the same on all ranks,

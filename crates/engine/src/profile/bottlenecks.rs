@@ -368,9 +368,13 @@ mod tests {
     #[test]
     fn a_straggler_is_named_and_is_no_slow_link() {
         let facts = RunFacts { rank_secs: vec![5.0, 5.2, 9.1, 5.1], exposed_secs: 4.5, ..healthy() };
-        let found = find(&facts);
-        assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].text.contains("rank 2 was the slowest: it computed for 9.1 s"), "{}", found[0].text);
-        assert!(found[0].text.contains("the ranks' median is 5.2 s"), "{}", found[0].text);
+        let bottlenecks = find(&facts);
+        assert_eq!(bottlenecks.len(), 1, "{bottlenecks:?}");
+        assert!(
+            bottlenecks[0].text.contains("rank 2 was the slowest: it computed for 9.1 s"),
+            "{}",
+            bottlenecks[0].text
+        );
+        assert!(bottlenecks[0].text.contains("the ranks' median is 5.2 s"), "{}", bottlenecks[0].text);
     }
 }

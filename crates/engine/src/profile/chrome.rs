@@ -15,20 +15,20 @@ const THREADS: [&str; 2] = ["rank", "checkpoint writer"];
 
 /// The data of a trace about its rank.
 #[derive(Debug, Clone, Copy)]
-pub struct TracedRank {
+pub(super) struct TracedRank {
     /// Its index among all ranks.
-    pub rank: usize,
+    pub(super) rank: usize,
     /// Number of all ranks.
-    pub ranks: usize,
+    pub(super) ranks: usize,
     /// Bytes that the rank sent in the traced steps, as counted by its groups.
-    pub sent_bytes: u64,
+    pub(super) sent_bytes: u64,
 }
 
 /// Writes the trace of a rank to `path`.
 ///
 /// # Errors
 /// The disk is full or fails.
-pub fn write(path: &Path, of: TracedRank, events: &TraceEvents) -> Result<()> {
+pub(super) fn write(path: &Path, of: TracedRank, events: &TraceEvents) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("make", folder, &e))?;
     }

@@ -1,4 +1,4 @@
-//! Profiles a run: a trace of some steps for each rank ([`chrome`]), a table of the most expensive
+//! Profiles a run: a trace of some steps for each rank (`chrome`), a table of the most expensive
 //! operations in it ([`op_table`]), and rules that name bottlenecks ([`bottlenecks`]).
 //!
 //! [`crate::runtime::trace`] records events. This module selects the steps, by a [`TraceSchedule`],
@@ -6,7 +6,7 @@
 //! does not end the run.
 
 pub mod bottlenecks;
-pub mod chrome;
+mod chrome;
 pub mod op_table;
 mod schedule;
 

@@ -62,17 +62,17 @@ fn rows_by<'a>(
     spans: impl Iterator<Item = (&'a &'a TraceSpan, u64)>,
     key: impl Fn(SpanInfo) -> SpanInfo,
 ) -> Vec<OpRow> {
-    let mut found: HashMap<SpanInfo, OpRow> = HashMap::new();
+    let mut by_span: HashMap<SpanInfo, OpRow> = HashMap::new();
     for (span, own) in spans {
         let info = key(SpanInfo { index: None, bytes: 0, flops: 0, ..span.info });
         let new = || OpRow { name: info.title(), kind: info.kind.name(), ..OpRow::default() };
-        let row = found.entry(info).or_insert_with(new);
+        let row = by_span.entry(info).or_insert_with(new);
         row.calls += 1;
         row.self_secs += own as f64 / 1e9;
         row.bytes += span.info.bytes;
         row.flops += span.info.flops;
     }
-    let mut rows: Vec<OpRow> = found.into_values().collect();
+    let mut rows: Vec<OpRow> = by_span.into_values().collect();
     rows.sort_by(|a, b| b.self_secs.total_cmp(&a.self_secs).then_with(|| a.name.cmp(&b.name)));
     rows
 }

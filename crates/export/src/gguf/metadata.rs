@@ -92,12 +92,12 @@ fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
 /// Refuses attention within blocks of other lengths than llama.cpp's.
 fn refuse_other_blocks(config: &ModelConfig, length: usize, arch: &str) -> Result<()> {
     let lengths = || config.attentions().filter_map(|attention| attention.chunk);
-    let found = match lengths().find(|found| *found != length) {
+    let other_setting = match lengths().find(|found| *found != length) {
         Some(other) => format!("`attention_chunk_size` is {other}"),
         None if lengths().next().is_some() => return Ok(()),
         None => "no layer attends within blocks (`attention_chunk_size`, `layer_types`)".to_owned(),
     };
-    Err(refused(format!("{found}; llama.cpp's {arch} has blocks of {length} tokens")))
+    Err(refused(format!("{other_setting}; llama.cpp's {arch} has blocks of {length} tokens")))
 }
 
 /// Sets the factors of an architecture that has keys for them.
@@ -186,9 +186,9 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
     if let GgufSliding::OfLayers(layers) = models
         && (layers == config.num_layers()) != shortest.is_some()
     {
-        let found = shortest.map_or("null".to_owned(), |shortest| shortest.to_string());
+        let actual = shortest.map_or("null".to_owned(), |shortest| shortest.to_string());
         return Err(refused(format!(
-            "`sliding_window` is {found} and `num_hidden_layers` {}; llama.cpp's {arch} slides at {layers} layers, and only then",
+            "`sliding_window` is {actual} and `num_hidden_layers` {}; llama.cpp's {arch} slides at {layers} layers, and only then",
             config.num_layers()
         )));
     }

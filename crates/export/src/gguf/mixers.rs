@@ -223,11 +223,11 @@ fn sharing_fault(config: &ModelConfig) -> Option<String> {
             "layer {first} without keys and values of its own, after less than two layers with some"
         ));
     }
-    let found = all().find(|(_, attention)| {
+    let wrong = all().find(|(_, attention)| {
         let wanted = first.checked_sub(if attention.window.is_some() { 2 } else { 1 });
         attention.reads_from().is_some_and(|owner| Some(owner) != wanted)
     });
-    let owner = found.and_then(|(layer, attention)| Some((layer, attention.reads_from()?)));
+    let owner = wrong.and_then(|(layer, attention)| Some((layer, attention.reads_from()?)));
     owner.map(|(layer, owner)| format!("keys and values of layer {owner} in layer {layer}"))
 }
 

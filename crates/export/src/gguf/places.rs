@@ -101,25 +101,25 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
         return vec![TensorPlace::of(format!("{name}.{end}"))];
     };
     let of_block = if part.is_of_model() { String::new() } else { format!("blk.{layer}.") };
-    let place = |name: &str| TensorPlace::of(format!("{of_block}{name}{}", end(part, spec.role)));
-    let all = || place(name(facts, part));
+    let tensor = |name: &str| TensorPlace::of(format!("{of_block}{name}{}", end(part, spec.role)));
+    let all = || tensor(name(facts, part));
     let (rows, columns) = (spec.shape.first().copied().unwrap_or(1), row_of(&spec.shape));
     let half = |i: usize| Some(vec![RowRun::range(i * rows / 2, rows / 2)]);
     match (part, config.blocks[layer].token_mixer) {
         (BlockPart::GateUpProj, _) if facts.splits_gate_up => {
-            vec![place("ffn_gate").with(half(0)), place("ffn_up").with(half(1))]
+            vec![tensor("ffn_gate").with(half(0)), tensor("ffn_up").with(half(1))]
         }
         (part, _) if XIELU.contains(&part) => {
             let list = TensorPlace::of(name(facts, part).to_owned());
             vec![TensorPlace { of_list: Some(layer), ..list }]
         }
         (BlockPart::ExpertGateUp(_), _) if is_alternating(config, layer) => {
-            alternating(place, rows / 2).into()
+            alternating(tensor, rows / 2).into()
         }
         (BlockPart::ExpertGateUp(_), _) => {
-            vec![place("ffn_gate_exps").with(half(0)), place("ffn_up_exps").with(half(1))]
+            vec![tensor("ffn_gate_exps").with(half(0)), tensor("ffn_up_exps").with(half(1))]
         }
-        (BlockPart::ExpertGateUpBias, _) => alternating(place, rows * columns / 2)
+        (BlockPart::ExpertGateUpBias, _) => alternating(tensor, rows * columns / 2)
             .map(|place| TensorPlace { by_element: true, ..place })
             .into(),
         (BlockPart::QkvProj, TokenMixer::Attention(mixer)) if mixer.fused == Some(FusedQkv::ByKeyHead) => {
@@ -128,8 +128,8 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
             let block = |start, len| RowRun::blocks(start, groups, queries + 2 * d, len);
             vec![all().with(Some(vec![block(0, queries), block(queries, d), block(queries + d, d)]))]
         }
-        (_, TokenMixer::Latent(mixer)) => latent(config, &mixer, part, all(), place),
-        (_, TokenMixer::GatedDelta(mixer)) => delta(facts, &mixer, part, all(), place),
+        (_, TokenMixer::Latent(mixer)) => latent(config, &mixer, part, all(), tensor),
+        (_, TokenMixer::GatedDelta(mixer)) => delta(facts, &mixer, part, all(), tensor),
         _ => vec![all()],
     }
 }

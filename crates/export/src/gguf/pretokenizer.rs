@@ -75,8 +75,11 @@ pub(super) fn byte_level(
             Ok("smollm")
         }
         (splits, false) if splits.len() == DEEPSEEK3.len() => {
-            let found: Option<Vec<String>> = splits.iter().map(|split| isolated(split)).collect();
-            found.filter(|found| *found == DEEPSEEK3).map(|_| "deepseek-v3").ok_or_else(unknown)
+            let expressions: Option<Vec<String>> = splits.iter().map(|split| isolated(split)).collect();
+            expressions
+                .filter(|expressions| *expressions == DEEPSEEK3)
+                .map(|_| "deepseek-v3")
+                .ok_or_else(unknown)
         }
         ([split], false) => {
             let regex = isolated(split).ok_or_else(unknown)?;
@@ -129,8 +132,8 @@ const ALIASES: [(&str, &[&str]); 7] = [
 
 /// Returns the rules of a byte-level BPE by its `tokenizer.ggml.pre`; `None` for an unknown name.
 pub(super) fn of_name(name: &str) -> Option<WordRules> {
-    let found = ALIASES.iter().find(|(_, others)| others.contains(&name));
-    let known = found.map_or(name, |(known, _)| known);
+    let alias = ALIASES.iter().find(|(_, others)| others.contains(&name));
+    let known = alias.map_or(name, |(known, _)| known);
     let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": use_regex });
     let split = |regex: &str| json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
     let sequence = |first: Json, last: Json| json!({ "type": "Sequence", "pretokenizers": [first, last] });
@@ -264,10 +267,10 @@ mod tests {
     fn rules_by_their_name() {
         for name in names() {
             let rules = of_name(name).expect("a known name");
-            let found = byte_level(&rules.normalizer, &rules.pre_tokenizer, rules.ignores_merges);
+            let actual = byte_level(&rules.normalizer, &rules.pre_tokenizer, rules.ignores_merges);
             let known =
                 ALIASES.iter().find(|(_, others)| others.contains(&name)).map_or(name, |(known, _)| known);
-            assert_eq!(found, Ok(known));
+            assert_eq!(actual, Ok(known));
         }
         assert!(of_name("kimi-k2").is_none() && of_name("default").is_none());
         // GLM-4's first files merge always; none of its files begin a text with BOS on their own.

@@ -117,12 +117,12 @@ fn refuse_other_growth(config: &ModelConfig, arch: &str) -> Result<()> {
     let fits = |growth: QueryGrowth| growth.first == 1 && growth.beta == beta && growth.original == every;
     let other = ropes.filter(|rope| !rope.has_positions()).find(|rope| !rope.query_growth.is_some_and(fits));
     let Some(other) = other else { return Ok(()) };
-    let found = match other.query_growth {
+    let description = match other.query_growth {
         Some(growth) => format!("grow by {} at each {}", growth.beta, growth.original),
         None => "do not grow".to_owned(),
     };
     Err(refused(format!(
-        "queries of its layers without positions {found} (`attn_scale`, `floor_scale`, `attn_temperature_tuning`); those of llama.cpp's {arch} grow by {beta} at each {every} positions"
+        "queries of its layers without positions {description} (`attn_scale`, `floor_scale`, `attn_temperature_tuning`); those of llama.cpp's {arch} grow by {beta} at each {every} positions"
     )))
 }
 
@@ -239,13 +239,14 @@ impl FullRope<'_> {
         let all = spec.number("mscale_all_dim").unwrap_or(0.0);
         // llama.cpp assumes that the angles are not scaled.
         let is_known = all > 0.0 && (rope.attention_factor - 1.0).abs() < 1e-6;
-        let takes_others = config.family.gguf.architecture == "deepseek2";
+        let takes_others = config.family.gguf.scales_latents_freely;
         if factor > 1.0 && (!is_known || all != 1.0 && !takes_others) {
-            let found = |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
+            let value_of =
+                |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
             return Err(refused(format!(
                 "`mscale` is {} and `mscale_all_dim` {}; llama.cpp's {} accepts equal numbers above 0{}",
-                found("mscale"),
-                found("mscale_all_dim"),
+                value_of("mscale"),
+                value_of("mscale_all_dim"),
                 config.family.gguf.architecture,
                 if takes_others { "" } else { ", 1" }
             )));

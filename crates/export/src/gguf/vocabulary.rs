@@ -111,10 +111,10 @@ impl Vocabulary {
             metadata.set("tokenizer.ggml.scores", MetadataValue::F32s(list.scores(&merges)));
             metadata.set("tokenizer.ggml.add_space_prefix", MetadataValue::Bool(prefix));
         } else {
-            let found =
+            let pretokenizer_name =
                 pretokenizer::byte_level(&json.normalizer, &json.pre_tokenizer, json.model.ignore_merges);
             metadata.text("tokenizer.ggml.model", "gpt2");
-            metadata.text("tokenizer.ggml.pre", found.map_err(refused)?);
+            metadata.text("tokenizer.ggml.pre", pretokenizer_name.map_err(refused)?);
             metadata.set("tokenizer.ggml.merges", MetadataValue::Texts(merge_texts(&json.model)?));
         }
         metadata.set("tokenizer.ggml.token_type", MetadataValue::I32s(list.types()));
@@ -174,7 +174,7 @@ impl TokenList {
                 }
                 _ => TokenType::Normal,
             };
-            let Some(place) = tokens.get_mut(*id as usize) else {
+            let Some(entry) = tokens.get_mut(*id as usize) else {
                 let added = json.added_tokens.iter().any(|token| token.id == *id);
                 if added {
                     continue;
@@ -184,18 +184,18 @@ impl TokenList {
                 ))
                 .hint("give tokenizer files and weights of one and the same model"));
             };
-            *place = Some((text.clone(), kind));
+            *entry = Some((text.clone(), kind));
         }
         for token in &json.added_tokens {
-            let Some(place) = tokens.get_mut(token.id as usize) else {
+            let Some(entry) = tokens.get_mut(token.id as usize) else {
                 notes.push(format!(
                     "left out token {} ({:?}), which has no embedding",
                     token.id, token.content
                 ));
                 continue;
             };
-            let known = matches!(place, Some((_, TokenType::Unknown)));
-            *place = Some(if known {
+            let known = matches!(entry, Some((_, TokenType::Unknown)));
+            *entry = Some(if known {
                 (token.content.clone(), TokenType::Unknown)
             } else if token.special || looks_special(&token.content) {
                 (token.content.clone(), TokenType::Control)
@@ -359,9 +359,9 @@ fn specials(
 
 /// Sets the chat template, and others by their names.
 fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
-    let found: BTreeMap<String, String> = stored_templates(tokenizer)?.into_iter().collect();
-    let names: Vec<String> = found.keys().filter(|name| *name != "default").cloned().collect();
-    for (name, text) in found {
+    let templates: BTreeMap<String, String> = stored_templates(tokenizer)?.into_iter().collect();
+    let names: Vec<String> = templates.keys().filter(|name| *name != "default").cloned().collect();
+    for (name, text) in templates {
         let key = match name.as_str() {
             "default" => "tokenizer.chat_template".to_owned(),
             name => format!("tokenizer.chat_template.{name}"),

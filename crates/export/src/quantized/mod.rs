@@ -184,13 +184,13 @@ fn unquantized(names: &ClassNames, layers: &LinearLayers) -> Vec<String> {
 }
 
 fn refuse_quantized(files: &ModelFiles) -> Result<()> {
-    let found = files.names().find_map(|name| {
+    let cause_of_refusal = files.names().find_map(|name| {
         let format = files.quantized_format(name)?;
         Some(format!("`{name}` is quantized to {}", format.scheme().name()))
     });
     let is_packed = files.names().any(|name| files.stored_format(name).is_some());
     let described = if is_packed { None } else { sidecar_files::quantization_place(files.folder())? };
-    match found.or(described) {
+    match cause_of_refusal.or(described) {
         Some(cause) => Err(Error::user(format!("cannot quantize {}", files.folder().display()))
             .because(format!("it is quantized already: {cause}"))
             .hint("give the model that was not quantized")),

@@ -52,11 +52,11 @@ impl Mxfp4Tensors {
             let stacks = model::stacked_experts(config);
             return Mxfp4Tensors(stacks.into_iter().flat_map(places_in_stack).collect());
         }
-        let place = |module: &String| {
+        let names_of = |module: &String| {
             let [codes, scales] = ["packed", "scale"].map(|end| format!("{module}.weight_{end}"));
             (format!("{module}.weight"), Place { codes, scales, first: 0, parts: None })
         };
-        Mxfp4Tensors(layers.quantized.iter().map(place).collect())
+        Mxfp4Tensors(layers.quantized.iter().map(names_of).collect())
     }
 
     fn place(&self, name: &str) -> Result<&Place> {
@@ -68,7 +68,7 @@ impl Mxfp4Tensors {
     /// # Errors
     /// User: its rows are no whole blocks.
     pub(super) fn planned(&self, files: &ModelFiles, name: &str) -> Result<Vec<PlannedFile>> {
-        let (place, info) = (self.place(name)?, files.require(name)?);
+        let (names, info) = (self.place(name)?, files.require(name)?);
         let &[rows, columns] = info.shape.as_slice() else {
             return Err(Error::internal(format!("tensor `{name}` is no matrix")));
         };
@@ -78,21 +78,21 @@ impl Mxfp4Tensors {
                 .because(format!(
                     "its rows have {columns} values; accepted by MXFP4: multiples of {MXFP4_BLOCK}"
                 ))
-                .hint(match place.parts {
+                .hint(match names.parts {
                     None => format!("leave it as it is with `--skip {module}`, or write another `--kind`"),
                     Some(_) => "write another `--kind`".to_owned(),
                 }));
         }
         let groups = columns / MXFP4_BLOCK;
-        let [codes, scales] = match place.parts {
+        let [codes, scales] = match names.parts {
             None => [vec![rows, columns / 2], vec![rows, groups]],
-            Some(_) if place.first > 0 => return Ok(Vec::new()),
+            Some(_) if names.first > 0 => return Ok(Vec::new()),
             Some(parts) => [vec![parts, rows, groups, MXFP4_BLOCK / 2], vec![parts, rows, groups]],
         };
         let tensor = |name: &String, shape| {
             PlannedFile::Sized(WriteEntry { name: name.clone(), dtype: StoredDtype::U8, shape, stack: None })
         };
-        Ok(vec![tensor(&place.codes, codes), tensor(&place.scales, scales)])
+        Ok(vec![tensor(&names.codes, codes), tensor(&names.scales, scales)])
     }
 
     /// Rounds a weight, piece by piece.

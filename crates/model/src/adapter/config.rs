@@ -134,12 +134,12 @@ impl AdapterConfig {
         let invalid = |error: serde_json::Error| Error::user(format!("it is not valid: {error}"));
         let mut keys = ConfigKeys(serde_json::from_slice(text).map_err(invalid)?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
-            let found: Option<String> = keys.take(key, "a text")?;
-            if found.as_deref().is_some_and(|found| found != accepted)
-                || (found.is_none() && key == "peft_type")
+            let value: Option<String> = keys.take(key, "a text")?;
+            if value.as_deref().is_some_and(|value| value != accepted)
+                || (value.is_none() && key == "peft_type")
             {
-                let found = found.unwrap_or("missing".into());
-                return Err(Error::user(format!("`{key}` is {found}; accepted: {accepted}")));
+                let actual = value.unwrap_or("missing".into());
+                return Err(Error::user(format!("`{key}` is {actual}; accepted: {accepted}")));
             }
         }
         let target_parameters = keys.parameters()?;
@@ -179,8 +179,8 @@ impl AdapterConfig {
             ensure_weight_tying: keys.take("ensure_weight_tying", "true or false")?.unwrap_or(false),
         };
         if !(0.0..1.0).contains(&config.lora_dropout) {
-            let found = config.lora_dropout;
-            return Err(Error::user(format!("`lora_dropout` is {found}; accepted: from 0 to below 1")));
+            let dropout = config.lora_dropout;
+            return Err(Error::user(format!("`lora_dropout` is {dropout}; accepted: from 0 to below 1")));
         }
         if !config.target_parameters.is_empty() && config.spec.use_dora {
             return Err(Error::user(
@@ -272,9 +272,9 @@ fn refuse_unsupported(keys: &Map<String, Value>) -> Result<()> {
 }
 
 fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights> {
-    let found: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
-    let name = found.as_str().unwrap_or_default().to_ascii_lowercase();
-    match (&found, name.as_str()) {
+    let value: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
+    let name = value.as_str().unwrap_or_default().to_ascii_lowercase();
+    match (&value, name.as_str()) {
         // EVA chose the initial A and the ranks, which rank_pattern holds.
         (Value::Bool(true), _) | (_, "orthogonal" | "mica" | "eva") => return Ok(InitLoraWeights::Default),
         (Value::Bool(false), _) => return Ok(InitLoraWeights::Random),
@@ -292,10 +292,10 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights> {
             "save it from PEFT as an adapter of the unchanged base: `model.save_pretrained(folder, path_initial_model_for_weight_conversion=start)`, where `start` holds the adapter as it was before training",
         ),
         _ => {
-            return Err(Error::user(format!("`init_lora_weights` is {found}, which is unknown; {accepted}")));
+            return Err(Error::user(format!("`init_lora_weights` is {value}, which is unknown; {accepted}")));
         }
     };
-    Err(Error::user(format!("`init_lora_weights` is {found}, {effect}; {accepted}")).hint(hint))
+    Err(Error::user(format!("`init_lora_weights` is {value}, {effect}; {accepted}")).hint(hint))
 }
 
 /// Writes whole numbers like PEFT: 16, not 16.0.

@@ -42,8 +42,8 @@ pub(super) type WrappedExperts = BTreeMap<String, BTreeMap<bool, BTreeMap<Tensor
 pub(super) fn add_wrapped(wrapped: &mut WrappedExperts, name: &str, rules: &NameRules) -> bool {
     let own = without_adapter(name);
     let ends = [(".lora_A.weight", TensorKind::LoraA), (".lora_B.weight", TensorKind::LoraB)];
-    let found = ends.iter().find_map(|(end, kind)| Some((own.strip_suffix(end)?, *kind)));
-    let Some((module, kind)) = found else { return false };
+    let module_and_kind = ends.iter().find_map(|(end, kind)| Some((own.strip_suffix(end)?, *kind)));
+    let Some((module, kind)) = module_and_kind else { return false };
     let inner = module.strip_suffix(WRAPPED);
     let experts = inner.unwrap_or(module);
     if !experts.ends_with(".experts") {
@@ -242,11 +242,11 @@ impl<'m> ExpertModules<'m> {
             let modules = leaves
                 .ok_or_else(|| format!("it has tensors for `{name}`, which the model does not have"))?;
             let rows: usize = modules.iter().map(|module| module.out_features()).sum();
-            let (tensor, found, at) = if is_transposed { (a_name, a, 1) } else { (b_name, b, 0) };
-            if rows != found.shape[at] {
-                let found = &found.shape;
+            let (tensor, tensor_info, at) = if is_transposed { (a_name, a, 1) } else { (b_name, b, 0) };
+            if rows != tensor_info.shape[at] {
+                let actual = &tensor_info.shape;
                 return Err(format!(
-                    "`{tensor}` has shape {found:?}, the weights of an expert have {rows} rows"
+                    "`{tensor}` has shape {actual:?}, the weights of an expert have {rows} rows"
                 ));
             }
             let mut start = 0;

@@ -82,10 +82,10 @@ impl SavedAdapter {
         let names = index(&files, &rules, &mut wrapped).map_err(failed)?;
         // PEFT writes the names of the wrapped model. A key that ends a module's name, or is no
         // name, stays.
-        let found = |key: &str| names.keys().any(|module| targets::ends_with_name(module, key));
+        let has_module = |key: &str| names.keys().any(|module| targets::ends_with_name(module, key));
         let (ranks, alphas) = (&mut config.spec.rank_pattern, &mut config.spec.alpha_pattern);
         for key in ranks.iter_mut().map(|(key, _)| key).chain(alphas.iter_mut().map(|(key, _)| key)) {
-            if !found(key) {
+            if !has_module(key) {
                 *key = rules.canonical(key);
             }
         }
@@ -158,9 +158,9 @@ impl SavedAdapter {
         // does.
         let whole = |module: &str| {
             let saved = self.info(module, TensorKind::SavedWeight);
-            let found = saved.or_else(|| self.info(module, TensorKind::BaseWeight))?;
+            let info = saved.or_else(|| self.info(module, TensorKind::BaseWeight))?;
             let shared = tied && (saved.is_none() || self.config.ensure_weight_tying);
-            Some((*found.shape.first()?, shared))
+            Some((*info.shape.first()?, shared))
         };
         match TABLES.map(whole) {
             [Some((embed, _)), Some((head, _))] if embed == head => embed,
@@ -228,9 +228,9 @@ impl SavedAdapter {
         let mut gathered = Vec::with_capacity(out.len() * size);
         while gathered.len() < out.len() * size {
             let done = gathered.len() / size;
-            let (place, run) = part.place(start + done);
-            let end = place + run.min(out.len() - done);
-            let values = stored.get(place * size..end * size);
+            let (source, run) = part.place(start + done);
+            let end = source + run.min(out.len() - done);
+            let values = stored.get(source * size..end * size);
             let outside = || Error::internal(format!("a part of `{}` is outside it", part.name));
             gathered.extend_from_slice(values.ok_or_else(outside)?);
         }
@@ -260,7 +260,7 @@ impl SavedAdapter {
     }
 
     /// Leaves out the tensors of modules that the model does not use, `unread`: other trainers
-    /// adapt keys and values that no block reads. [`SavedAdapter::note`] counts them. An adapter
+    /// adapt keys and values that no block reads. [`SavedAdapter::warning`] counts them. An adapter
     /// without other tensors stays as it is, so that [`SavedAdapter::fitted`] refuses it.
     #[must_use]
     pub fn without(mut self, unread: &BTreeSet<String>) -> Self {
@@ -280,7 +280,7 @@ impl SavedAdapter {
     }
 
     /// Returns the warning about tensors that the model does not use, if it has some.
-    pub fn note(&self) -> Option<&str> {
+    pub fn warning(&self) -> Option<&str> {
         self.note.as_deref()
     }
 
@@ -332,17 +332,17 @@ impl SavedAdapter {
             }
         }
         for (module, kinds) in &self.names {
-            let Some(found) = by_name.get(module.as_str()) else {
+            let Some(target) = by_name.get(module.as_str()) else {
                 return Err(other(format!("it has tensors for `{module}`, which the model does not have")));
             };
             let misfit = kinds
                 .iter()
                 .filter_map(|(kind, name)| Some((*kind, name, self.files.info(name)?)))
-                .find(|(kind, _, info)| !fits(*kind, found, &info.shape));
+                .find(|(kind, _, info)| !fits(*kind, target, &info.shape));
             if let Some((_, name, info)) = misfit {
                 return Err(other(format!(
                     "`{name}` has shape {:?}, the weight of `{module}` has {:?}",
-                    info.shape, found.shape
+                    info.shape, target.shape
                 )));
             }
         }
@@ -407,9 +407,9 @@ impl SavedAdapter {
                 if expected == Some(&info.shape) {
                     return Ok(());
                 }
-                let (found, b) = (&info.shape, self.name(&target.name, b));
+                let (actual, b) = (&info.shape, self.name(&target.name, b));
                 Err(format!(
-                    "tensor `{name}` has shape {found:?}; `{b}` makes it {:?}",
+                    "tensor `{name}` has shape {actual:?}; `{b}` makes it {:?}",
                     expected.unwrap_or(&[])
                 ))
             }
@@ -444,8 +444,9 @@ impl SavedAdapter {
         }
         for (end, ids) in tokens {
             // For a tied pair with the same tokens, PEFT saves one tensor.
-            let found = |(module, found): (&String, &Vec<u32>)| ends_with_name(module, end) || found == ids;
-            if !rows.iter().any(found) {
+            let is_saved =
+                |(module, found): (&String, &Vec<u32>)| ends_with_name(module, end) || found == ids;
+            if !rows.iter().any(is_saved) {
                 return Err(format!(
                     "{CONFIG_FILE} has `{key}` for `{end}`, of which {WEIGHTS_FILE} holds no rows"
                 ));

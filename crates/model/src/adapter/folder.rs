@@ -15,14 +15,14 @@ pub fn one_below(folder: &Path) -> Result<PathBuf> {
     let Some(entries) = std::fs::read_dir(folder).ok().filter(|_| !holds(folder)) else {
         return Ok(folder.to_owned());
     };
-    let mut found: Vec<PathBuf> =
+    let mut below_folders: Vec<PathBuf> =
         entries.flatten().map(|entry| entry.path()).filter(|below| holds(below)).collect();
-    found.sort();
-    match found.as_slice() {
+    below_folders.sort();
+    match below_folders.as_slice() {
         [] => Ok(folder.to_owned()),
         [one] => Ok(one.clone()),
         [first, ..] => {
-            let names: Vec<String> = found.iter().map(|below| below.display().to_string()).collect();
+            let names: Vec<String> = below_folders.iter().map(|below| below.display().to_string()).collect();
             Err(Error::user(format!("cannot choose an adapter in {}", folder.display()))
                 .because(format!("these folders hold one each: {}", names.join(", ")))
                 .hint(format!("give one of them, such as {}", first.display())))

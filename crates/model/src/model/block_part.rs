@@ -252,7 +252,7 @@ impl BlockPart {
     }
 
     /// Returns true for a part that makes the per-layer inputs of all blocks, in the first block.
-    pub fn makes_per_layer_inputs(self) -> bool {
+    pub(crate) fn makes_per_layer_inputs(self) -> bool {
         matches!(self, BlockPart::PerLayerModel | BlockPart::PerLayerModelNorm)
     }
 
@@ -272,7 +272,7 @@ impl BlockPart {
 
     /// Returns true for a parameter of a recurrence, a router or an activation that is no norm and
     /// no matrix of a linear layer.
-    pub fn is_of_recurrence(self) -> bool {
+    pub(crate) fn is_of_recurrence(self) -> bool {
         let router = matches!(self, BlockPart::RouterScale | BlockPart::ExpertFactors);
         let curvature = matches!(self, BlockPart::XieluPositive | BlockPart::XieluNegative);
         router
@@ -285,12 +285,12 @@ impl BlockPart {
     }
 
     /// Returns true for the biases of all experts, which are one parameter.
-    pub fn is_bias_of_experts(self) -> bool {
+    pub(crate) fn is_bias_of_experts(self) -> bool {
         matches!(self, BlockPart::ExpertGateUpBias | BlockPart::ExpertDownBias)
     }
 
     /// Returns true for a parameter outside linear layers and norms.
-    pub fn is_apart(self) -> bool {
+    pub(crate) fn is_apart(self) -> bool {
         self.is_of_recurrence() || self.is_bias_of_experts() || self.is_buffer() || self == BlockPart::Sinks
     }
 
@@ -321,7 +321,7 @@ impl BlockPart {
     }
 
     /// Returns true for a linear layer that decides about experts: it is adapted only by its name.
-    pub fn is_router(self) -> bool {
+    pub(crate) fn is_router(self) -> bool {
         matches!(self, BlockPart::Router | BlockPart::SharedFactor)
     }
 

@@ -404,7 +404,7 @@ impl AttentionMixer {
 
     /// Returns the heads that its own projection has: without keys and values if it reads those of
     /// another block.
-    pub fn projected_heads(&self) -> Heads {
+    pub(crate) fn projected_heads(&self) -> Heads {
         match self.reads_from() {
             None => self.heads,
             Some(_) => Heads { num_kv_heads: 0, ..self.heads },

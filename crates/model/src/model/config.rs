@@ -65,7 +65,7 @@ impl ModelConfig {
     }
 
     /// Returns the number of rows of the table of per-layer inputs: 0 in most families.
-    pub fn per_layer_rows(&self) -> usize {
+    pub(crate) fn per_layer_rows(&self) -> usize {
         self.blocks.first().and_then(|block| block.per_layer_input).map_or(0, |input| input.rows)
     }
 

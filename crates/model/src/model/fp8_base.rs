@@ -39,8 +39,8 @@ impl Fp8Part {
 impl Fp8Base {
     /// Returns `len` rows from `start` on, which are those of a layer or of several.
     pub(super) fn part(&self, start: usize, len: usize) -> Result<Fp8Part> {
-        let kept = self.kept.as_ref().map(|codes| codes.rows(start, len)).transpose()?;
-        Ok(kept.map_or(Fp8Part::EachUse, Fp8Part::Kept))
+        let part = self.kept.as_ref().map(|codes| codes.rows(start, len)).transpose()?;
+        Ok(part.map_or(Fp8Part::EachUse, Fp8Part::Kept))
     }
 }
 

@@ -436,7 +436,7 @@ pub fn per_layer_modules(config: &ModelConfig) -> Vec<String> {
 
 /// Returns the modules of blocks whose names have no block, and the table of per-layer inputs; none
 /// in most families.
-pub fn modules_beside_blocks(config: &ModelConfig) -> Vec<String> {
+pub(crate) fn modules_beside_blocks(config: &ModelConfig) -> Vec<String> {
     let is_beside = |module: &NamedModule| match module.part {
         ModelPart::EmbedPerLayer => true,
         ModelPart::Block { part, .. } => part.is_of_model(),

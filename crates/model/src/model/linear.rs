@@ -277,12 +277,12 @@ impl<'a> Part<'a> {
     /// Returns the first column and the width of each layer's output, relative to the part.
     fn columns(&self) -> Result<Vec<(usize, usize)>> {
         let mut start = 0;
-        let place = |layer: &Linear| {
+        let range_of = |layer: &Linear| {
             let len = layer.out()?;
             start += len;
             Ok((start - len, len))
         };
-        self.layers.iter().map(place).collect()
+        self.layers.iter().map(range_of).collect()
     }
 
     /// Writes the outputs to the columns from `start` on, plus `added`. Returns the column after

@@ -51,12 +51,12 @@ impl<'a> LoraGroup<'a> {
         source: DropoutSource,
     ) -> Result<Option<Self>> {
         let mut rank = 0;
-        let mut place = |lora: &'a Lora| {
+        let mut next_member = |lora: &'a Lora| {
             let r = lora.a.value.dims()[0];
             rank += r;
             Member { lora, start: rank - r, r }
         };
-        let loras: Vec<_> = loras.map(|lora| lora.map(&mut place)).collect();
+        let loras: Vec<_> = loras.map(|lora| lora.map(&mut next_member)).collect();
         let members: Vec<_> = loras.iter().flatten().collect();
         let [first, _, ..] = members[..] else { return Ok(None) };
         let (dtype, on_gpu) = (first.lora.a.value.dtype(), has_kernels(rows.device()));

@@ -60,8 +60,8 @@ pub use families::{
 pub use fp8_base::fp8_weights;
 pub use init::{initial_lora, initial_value};
 pub use layout::{
-    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, modules_beside_blocks, per_layer_modules,
-    stacked_experts, unused_weights,
+    BlockLayout, BlockModule, ModelPart, Segment, WeightShape, per_layer_modules, stacked_experts,
+    unused_weights,
 };
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;

@@ -211,12 +211,13 @@ impl Rope {
 
     /// Refuses settings with frequencies or a factor that are not finite or are negative.
     fn check(&self, name: &str) -> Result<()> {
-        let frequencies = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
-        if frequencies.into_iter().all(|number| number.is_finite() && *number >= 0.0) {
+        let mut numbers = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
+        let Some(number) = numbers.find(|number| !number.is_finite() || **number < 0.0) else {
             return Ok(());
-        }
-        Err(Error::user(format!("cannot compute angles from `rope_scaling` of type \"{name}\""))
-            .because("accepted: numbers that give finite, non-negative frequencies and attention factor"))
+        };
+        Err(Error::user(format!("cannot compute angles from `rope_scaling` of type \"{name}\"")).because(format!(
+            "its numbers give {number} as a frequency or attention factor; accepted: finite ones of 0 or above"
+        )))
     }
 
     fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
@@ -225,8 +226,8 @@ impl Rope {
         let original = context.original(s)? as f64;
         for f in &mut self.inv_freq {
             let wavelength = std::f64::consts::TAU / f64::from(*f);
-            let kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
-            *f = ((1.0 - kept) * f64::from(*f) / factor + kept * f64::from(*f)) as f32;
+            let unscaled = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+            *f = ((1.0 - unscaled) * f64::from(*f) / factor + unscaled * f64::from(*f)) as f32;
         }
         Ok(())
     }
@@ -369,14 +370,14 @@ fn settings(
 ) -> String {
     // The text has these already, or they name the kind under its older key.
     let elsewhere = ["rope_theta", "partial_rotary_factor", "type", "rope_type"];
-    let said = format!("theta {theta:?} on {columns} columns");
+    let plain = format!("theta {theta:?} on {columns} columns");
     let kind = scaling.and_then(|s| s.get("rope_type").or(s.get("type"))?.as_str());
-    let (Some(s), Some(kind)) = (scaling, kind.filter(|kind| *kind != "default")) else { return said };
+    let (Some(s), Some(kind)) = (scaling, kind.filter(|kind| *kind != "default")) else { return plain };
     let RopeContext { max_positions, original_max_positions: original, .. } = context;
     let lengths = format!("of {max_positions} positions, {} before", original.unwrap_or(0));
     let others = s.texts().into_iter().filter(|(key, _)| !elsewhere.contains(&key.as_str()));
     let others = others.map(|(key, value)| format!(", {key} {value}")).collect::<String>();
-    format!("{said}, {kind} {lengths}{others}")
+    format!("{plain}, {kind} {lengths}{others}")
 }
 
 fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {

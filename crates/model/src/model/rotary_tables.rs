@@ -53,8 +53,8 @@ impl RotaryTables {
             if rope.kind != RopeKind::Fixed {
                 return rope.table(spans, &self.device);
             }
-            let mut kept = locked(kept);
-            let table = match &mut *kept {
+            let mut cached = locked(kept);
+            let table = match &mut *cached {
                 Some(table) if table.cos.dim(0)? >= longest => table,
                 // Twice as many as needed: generation needs one more position at a time.
                 old => old.insert(rope.table(&[whole((2 * longest).max(FIRST_POSITIONS))], &self.device)?),

@@ -30,7 +30,7 @@ impl ModelConfig {
         let settings = |attention: &AttentionMixer| {
             self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };
-        let said = [
+        let keys_and_values = [
             ("model_type", self.family.name.to_owned()),
             ("num_hidden_layers", self.num_layers().to_string()),
             ("num_attention_heads", self.heads.num_heads.to_string()),
@@ -68,7 +68,7 @@ impl ModelConfig {
             ("experts", self.experts().next().is_some(), runs(&experts)),
         ];
         let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));
-        said.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()
+        keys_and_values.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()
     }
 
     fn token_mixer_text(&self, mixer: &TokenMixer) -> String {
@@ -164,9 +164,10 @@ mod tests {
     /// make finetune refuse them all.
     #[test]
     fn texts_that_stay() {
-        let said: Vec<String> = semantics(&[]).iter().map(|(key, value)| format!("{key}: {value}")).collect();
+        let lines: Vec<String> =
+            semantics(&[]).iter().map(|(key, value)| format!("{key}: {value}")).collect();
         assert_eq!(
-            said,
+            lines,
             [
                 "attention scale: 0.5",
                 "attn_logit_softcapping: none",

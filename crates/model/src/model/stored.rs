@@ -53,7 +53,7 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     files.write_as(config.family.class_names);
     pass_over_unused(config, files);
-    pass_over_packing(config, files)?;
+    remove_unused_packing(config, files)?;
     unstack_experts(config, files)?;
     if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
         config.tie_word_embeddings = false;
@@ -74,24 +74,24 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     let layers = config.num_layers();
     let beyond = |name: &str| block_of(name).filter(|block| *block >= layers);
     let blocks: BTreeSet<usize> = files.names().filter_map(beyond).collect();
-    if files.pass_over(|name| beyond(name).is_some()) > 0 {
+    if files.remove_unused(|name| beyond(name).is_some()) > 0 {
         let (first, count) = (blocks.first().copied().unwrap_or(layers), blocks.len());
         let named = match count {
             1 => format!("block {first} of the weights is"),
             _ => format!("{count} blocks of the weights, from block {first} on, are"),
         };
-        files.note(format!("{named} not used: `num_hidden_layers` of config.json is {layers}"));
+        files.add_warning(format!("{named} not used: `num_hidden_layers` of config.json is {layers}"));
     }
     let [further, dropped] = files.set_apart(is_further);
     let named = |count| format!("{count} tensors that predict further tokens (`mtp`)");
     if further > 0 {
-        files.note(format!("{} are not trained; written models keep them", named(further)));
+        files.add_warning(format!("{} are not trained; written models keep them", named(further)));
     }
     if dropped > 0 {
-        files.note(format!("{} are quantized: they are neither used nor written", named(dropped)));
+        files.add_warning(format!("{} are quantized: they are neither used nor written", named(dropped)));
     }
     let keys = set_apart_keys(config, files);
-    let Some(whole) = &config.text_of else { return note_keys(files, keys) };
+    let Some(whole) = &config.text_of else { return warn_about_keys(files, keys) };
     let beside = modules_beside_blocks(config);
     // Such a model has a container in its names by design.
     files.forget_names();
@@ -103,13 +103,13 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     // A GGUF file holds the text part alone.
     let writes_whole = quantized == 0 && files.source() == files.folder();
     files.write_whole(writes_whole);
-    note_keys(files, if writes_whole { keys } else { [0, keys.iter().sum()] });
+    warn_about_keys(files, if writes_whole { keys } else { [0, keys.iter().sum()] });
     let written = match (quantized, files.kept().count()) {
         (0, 0) => String::new(),
         (0, _) => format!("; written models keep its other tensors as they are: {}", files.kept().describe()),
         _ => format!(" and written; its other tensors are not, because {quantized} are quantized"),
     };
-    files.note(format!("the text part of an image-text model (`{whole}`) is used{written}"));
+    files.add_warning(format!("the text part of an image-text model (`{whole}`) is used{written}"));
 }
 
 /// Returns the modules of keys and values of blocks that read those of another block, which some
@@ -131,10 +131,10 @@ fn set_apart_keys(config: &ModelConfig, files: &mut ModelFiles) -> [usize; 2] {
     counts
 }
 
-fn note_keys(files: &mut ModelFiles, [kept, dropped]: [usize; 2]) {
+fn warn_about_keys(files: &mut ModelFiles, [kept, dropped]: [usize; 2]) {
     let uses = [(kept, "are not used; written models keep them"), (dropped, "are neither used nor written")];
     for (count, written) in uses.into_iter().filter(|(count, _)| *count > 0) {
-        files.note(format!(
+        files.add_warning(format!(
             "{} of keys and values of blocks that read those of another block {written}",
             units::exact(count, "tensor")
         ));
@@ -143,7 +143,7 @@ fn note_keys(files: &mut ModelFiles, [kept, dropped]: [usize; 2]) {
 
 /// Removes what tools store beside packed weights and the model does not use: scales of its
 /// key-value cache, and biases of zeros (AutoGPTQ).
-fn pass_over_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
+fn remove_unused_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()> {
     if !files.names().any(|name| files.is_packed(name)) {
         return Ok(());
     }
@@ -163,14 +163,16 @@ fn pass_over_packing(config: &ModelConfig, files: &mut ModelFiles) -> Result<()>
             zeros.insert(name.to_owned());
         }
     }
-    if files.pass_over(|name| zeros.contains(name)) > 0 {
+    if files.remove_unused(|name| zeros.contains(name)) > 0 {
         let count = units::exact(zeros.len(), "quantized weight");
-        files.note(format!("finetune does not use the zero biases of {count}: the model has no such biases"));
+        files.add_warning(format!(
+            "finetune does not use the zero biases of {count}: the model has no such biases"
+        ));
     }
-    let scales = files.pass_over(|name| CACHE_SCALES.iter().any(|end| name.ends_with(end)));
+    let scales = files.remove_unused(|name| CACHE_SCALES.iter().any(|end| name.ends_with(end)));
     if scales > 0 {
         let count = units::exact(scales, "tensor");
-        files.note(format!("finetune does not use {count} of the key-value cache's quantization"));
+        files.add_warning(format!("finetune does not use {count} of the key-value cache's quantization"));
     }
     Ok(())
 }
@@ -223,8 +225,8 @@ impl StoredModel<'_> {
                 stored[0] = self.stored_tokens;
             }
             if info.shape != shape && info.shape != stored {
-                let (found, sizes) = (&info.shape, self.config.dimensions());
-                let cause = format!("{name} has shape {found:?}, config.json makes it {stored:?} ({sizes})");
+                let (actual, sizes) = (&info.shape, self.config.dimensions());
+                let cause = format!("{name} has shape {actual:?}, config.json makes it {stored:?} ({sizes})");
                 return Err(refused(info, cause));
             }
         }

@@ -121,6 +121,6 @@ fn dtypes(all: impl Iterator<Item = DType>) -> Vec<DType> {
 
 /// Returns the one of `runs` with this dtype.
 fn of_dtype(runs: &[TensorMut], dtype: DType) -> Result<&TensorMut> {
-    let found = runs.iter().find(|run| run.dtype() == dtype);
-    found.ok_or_else(|| Error::internal("values without staging"))
+    let run_of_dtype = runs.iter().find(|run| run.dtype() == dtype);
+    run_of_dtype.ok_or_else(|| Error::internal("values without staging"))
 }

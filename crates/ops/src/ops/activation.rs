@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::glu::Activation;
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -57,10 +57,10 @@ impl PlainActivation {
 /// fails.
 pub fn activate(x: &Tensor, activation: PlainActivation) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("activate").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, activation),
-        Route::Composed => return reference(x, activation),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, activation),
+        Implementation::Composed => return reference(x, activation),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {
@@ -84,14 +84,14 @@ pub fn activate(x: &Tensor, activation: PlainActivation) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn activate_backward(x: &Tensor, dh: &TensorMut, activation: PlainActivation) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("activate_backward").dims(x.dims()).moves(&[x, x, dh, dh]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::backward(driver, x, dh, activation),
-        Route::Composed => {
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::backward(driver, x, dh, activation),
+        Implementation::Composed => {
             let dx = reference_backward(x, dh, activation)?;
             dh.slice_set(&reference(x, activation)?, 0, 0)?;
             return Ok(dx);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {

@@ -133,8 +133,8 @@ fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
             return piece.round();
         }
         let host = |moment: &TensorMut| -> Result<_> { Ok(TensorMut::new(to_device(moment, &Device::Cpu)?)) };
-        let there = [host(moments[0])?, host(moments[1])?];
-        let copies = [&there[0], &there[1]];
+        let on_cpu = [host(moments[0])?, host(moments[1])?];
+        let copies = [&on_cpu[0], &on_cpu[1]];
         piece.on_host(|param, grad| {
             update_piece(&AdamWPiece { param, value: None, rounding, grad, moments: copies, step })
         })?;

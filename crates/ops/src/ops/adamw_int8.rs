@@ -78,8 +78,8 @@ pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
 fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
     let &AdamWPiece { param, rounding, grad, moments, step, .. } = piece;
     if !param.device().is_cpu() {
-        let there = [moments[0].to_host()?, moments[1].to_host()?];
-        let copies = [&there[0], &there[1]];
+        let on_cpu = [moments[0].to_host()?, moments[1].to_host()?];
+        let copies = [&on_cpu[0], &on_cpu[1]];
         piece.on_host(|param, grad| {
             update_piece(&AdamWPiece { param, value: None, rounding, grad, moments: copies, step })
         })?;

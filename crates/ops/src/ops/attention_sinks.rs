@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::attention::AttentionOutput;
 use super::rms_norm::cuda::is_supported;
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::backends::simd;
 use crate::error::Result;
 use crate::rounding::Rounded;
@@ -30,13 +30,13 @@ use crate::runtime::trace::{SpanInfo, span};
 pub fn attention_sinks(attended: AttentionOutput, sinks: &Tensor) -> Result<AttentionOutput> {
     let AttentionOutput { out, lse } = attended;
     let _span = span(|| SpanInfo::op("attention_sinks").dims(out.dims()).moves(&[&out, &out]));
-    let route = Route::of(&out, is_supported(&out, sinks));
-    if let Route::Composed = route {
+    let route = Implementation::of(&out, is_supported(&out, sinks));
+    if let Implementation::Composed = route {
         return reference(&AttentionOutput { out, lse }, sinks);
     }
     let (out, lse) = (TensorMut::new(out), TensorMut::new(lse));
     match route {
-        Route::Kernel(driver) => cuda::forward(driver, &out, &lse, sinks)?,
+        Implementation::Kernel(driver) => cuda::forward(driver, &out, &lse, sinks)?,
         _ => on_cpu(&out, &lse, &in_f32(sinks)?)?,
     }
     Ok(AttentionOutput { out: out.into_tensor(), lse: lse.into_tensor() })
@@ -75,10 +75,10 @@ pub fn attention_sinks_backward(
 ) -> Result<()> {
     let AttentionOutput { out, lse } = attended;
     let _span = span(|| SpanInfo::op("attention_sinks_backward").dims(out.dims()).moves(&[out, dout]));
-    match Route::of(out, is_supported(out, sinks)) {
-        Route::Kernel(driver) => return cuda::backward(driver, attended, dout, sinks, dsinks),
-        Route::Composed => return reference_backward(attended, dout, sinks, dsinks),
-        Route::Cpu => {}
+    match Implementation::of(out, is_supported(out, sinks)) {
+        Implementation::Kernel(driver) => return cuda::backward(driver, attended, dout, sinks, dsinks),
+        Implementation::Composed => return reference_backward(attended, dout, sinks, dsinks),
+        Implementation::Cpu => {}
     }
     let (rows, all) = dims2(out)?;
     let sinks = in_f32(sinks)?;

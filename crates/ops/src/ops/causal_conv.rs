@@ -18,7 +18,7 @@ use candle_core::Tensor;
 use super::attention::Span;
 use super::glu::Activation;
 use super::matmul::{ColumnView, ColumnViewMut};
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
@@ -75,10 +75,10 @@ pub fn causal_conv(
     if state.is_some() && !is_one_sequence(spans, x.tensor) {
         return Err(Error::internal("a state of a convolution requires one span of all rows"));
     }
-    match Route::of(x.tensor, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, conv, spans, state),
-        Route::Composed => return reference(x, conv, spans, state),
-        Route::Cpu => {}
+    match Implementation::of(x.tensor, cuda::is_supported(x, weight)) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, conv, spans, state),
+        Implementation::Composed => return reference(x, conv, spans, state),
+        Implementation::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);
     let by_tap = by_tap(weight)?;
@@ -94,10 +94,10 @@ pub fn causal_conv(
         // The inputs of the state, then those of the span.
         let mut extended = read::<T>(state)?.to_vec();
         (0..rows).for_each(|row| extended.extend_from_slice(all.row(row, 0, channels)));
-        let kept = extended.len() - (taps - 1) * channels;
+        let state_start = extended.len() - (taps - 1) * channels;
         let extended_rows = ConvRows { data: &extended, stride: channels, ..all };
         extended_rows.forward(&mut y, &places, taps - 1);
-        update(state, |state: &mut [T]| state.copy_from_slice(&extended[kept..]))?;
+        update(state, |state: &mut [T]| state.copy_from_slice(&extended[state_start..]))?;
         tensor(y, (rows, channels))
     })
 }
@@ -118,12 +118,12 @@ pub fn causal_conv_backward(
 ) -> Result<()> {
     let ConvWeight { weight, has_silu } = conv;
     let _span = span(|| conv_info("causal_conv_backward", x, weight, 3));
-    match Route::of(x.tensor, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => {
+    match Implementation::of(x.tensor, cuda::is_supported(x, weight)) {
+        Implementation::Kernel(driver) => {
             return cuda::backward(driver, [x, ColumnView::all(dy)], conv, spans, dweight, dx);
         }
-        Route::Composed => return reference_backward(x, conv, dy, spans, dweight, dx),
-        Route::Cpu => {}
+        Implementation::Composed => return reference_backward(x, conv, dy, spans, dweight, dx),
+        Implementation::Cpu => {}
     }
     let ((rows, width), (channels, taps)) = (dims2(x.tensor)?, dims2(weight)?);
     let (_, dx_width) = dims2(dx.tensor)?;
@@ -245,11 +245,11 @@ impl<T: FloatElement> ConvRows<'_, T> {
     fn forward(&self, y: &mut [T], places: &[Option<RowPlace>], extra: usize) {
         let of_rows = y.par_chunks_mut(self.channels).zip(places).enumerate().with_min_len(4);
         of_rows.for_each(|(row, (y, place))| {
-            let Some(place) = place else { return y.fill(T::default()) };
+            let Some(position) = place else { return y.fill(T::default()) };
             let mut sums = [0f32; COLUMNS];
             for (i, y) in y.chunks_mut(COLUMNS).enumerate() {
                 let sums = &mut sums[..y.len()];
-                self.sums(row + extra, place.before + extra, i * COLUMNS, sums);
+                self.sums(row + extra, position.before + extra, i * COLUMNS, sums);
                 if self.has_silu {
                     write_silu(y, sums);
                 } else {
@@ -270,10 +270,10 @@ impl<T: FloatElement> ConvRows<'_, T> {
         for from in (0..self.channels).step_by(COLUMNS) {
             let len = COLUMNS.min(self.channels - from);
             for (row, ds) in (first..end).zip(ds.chunks_exact_mut(COLUMNS)) {
-                let Some(place) = places[row] else { continue };
+                let Some(position) = places[row] else { continue };
                 let (ds, dy) = (&mut ds[..len], &dy[row * self.channels + from..][..len]);
                 if self.has_silu {
-                    self.sums(row, place.before, from, ds);
+                    self.sums(row, position.before, from, ds);
                     times_slope(ds, dy);
                 } else {
                     ds.iter_mut().zip(dy).for_each(|(ds, dy)| *ds = dy.widen());
@@ -281,12 +281,12 @@ impl<T: FloatElement> ConvRows<'_, T> {
             }
             for (i, row) in to.data.chunks_exact_mut(to.stride).enumerate() {
                 let dx = &mut row[to.start + from..][..len];
-                let Some(place) = places[first + i] else {
+                let Some(position) = places[first + i] else {
                     dx.fill(T::default());
                     continue;
                 };
                 let mut sum = [0f32; COLUMNS];
-                for ahead in 0..=last.min(place.after) {
+                for ahead in 0..=last.min(position.after) {
                     let ds = &ds[(i + ahead) * COLUMNS..][..len];
                     add_tap(&mut sum[..len], ds, self.weights(last - ahead, from, len));
                 }
@@ -294,7 +294,7 @@ impl<T: FloatElement> ConvRows<'_, T> {
                 if part.is_empty() {
                     continue;
                 }
-                for back in 0..=last.min(place.before) {
+                for back in 0..=last.min(position.before) {
                     let sums = &mut part[(last - back) * self.channels + from..][..len];
                     add_tap(sums, self.row(first + i - back, from, len), &ds[i * COLUMNS..][..len]);
                 }

@@ -23,7 +23,7 @@ use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
-use crate::backends::gpu::{self, Route};
+use crate::backends::gpu::{self, Implementation};
 use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
@@ -78,8 +78,8 @@ impl<'a> LossTargets<'a> {
     fn check(self) -> Result<()> {
         match self.coefficients {
             Some(coefficients) if coefficients.len() != self.ids.len() => {
-                let found = format!("{} for {} rows", coefficients.len(), self.ids.len());
-                Err(Error::internal("a loss requires a coefficient for each row").because(found))
+                let counts = format!("{} for {} rows", coefficients.len(), self.ids.len());
+                Err(Error::internal("a loss requires a coefficient for each row").because(counts))
             }
             _ => Ok(()),
         }
@@ -199,10 +199,10 @@ pub fn linear_cross_entropy(
     let _span = span(|| {
         loss_info("cross_entropy", x, output, targets.ids, if grads.weight.is_some() { 6 } else { 4 })
     });
-    match Route::of(x, cuda::is_supported(x, output)) {
-        Route::Kernel(driver) => cuda::linear_cross_entropy(driver, x, output, targets, kind, grads),
-        Route::Composed => reference(x, output, targets, kind, grads),
-        Route::Cpu => on_cpu(x, output, targets, kind, grads),
+    match Implementation::of(x, cuda::is_supported(x, output)) {
+        Implementation::Kernel(driver) => cuda::linear_cross_entropy(driver, x, output, targets, kind, grads),
+        Implementation::Composed => reference(x, output, targets, kind, grads),
+        Implementation::Cpu => on_cpu(x, output, targets, kind, grads),
     }
 }
 

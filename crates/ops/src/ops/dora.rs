@@ -26,7 +26,7 @@ use rayon::prelude::*;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::matmul_quantized::Weight;
 use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -50,10 +50,10 @@ const LEAST_SHARE: f64 = 0.25;
 /// or an operation of the device fails.
 pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("dora_weight_norm").dims(a.dims()));
-    match Route::of(a, cuda::is_supported(weight, a.dtype())) {
-        Route::Kernel(driver) => return cuda::weight_norm(driver, weight, a, b, scale),
-        Route::Composed => return weight_norm_reference(weight, a, b, scale),
-        Route::Cpu => {}
+    match Implementation::of(a, cuda::is_supported(weight, a.dtype())) {
+        Implementation::Kernel(driver) => return cuda::weight_norm(driver, weight, a, b, scale),
+        Implementation::Composed => return weight_norm_reference(weight, a, b, scale),
+        Implementation::Cpu => {}
     }
     let (out, width) = weight.dims()?;
     let (r, _) = dims2(a)?;
@@ -145,10 +145,10 @@ pub fn scale_columns(
     accumulate: bool,
 ) -> Result<()> {
     let _span = span(|| SpanInfo::op("dora_scale_columns"));
-    match Route::of(factors, are_floats([dst.tensor.dtype(), x.tensor.dtype()])) {
-        Route::Kernel(driver) => return cuda::scale_columns(driver, dst, x, factors, accumulate),
-        Route::Composed => return scale_columns_reference(dst, x, factors, accumulate),
-        Route::Cpu => {}
+    match Implementation::of(factors, are_floats([dst.tensor.dtype(), x.tensor.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::scale_columns(driver, dst, x, factors, accumulate),
+        Implementation::Composed => return scale_columns_reference(dst, x, factors, accumulate),
+        Implementation::Cpu => {}
     }
     let ((_, width), (_, x_width)) = (dims2(dst.tensor)?, dims2(x.tensor)?);
     let factors = read::<f32>(factors)?;
@@ -191,10 +191,10 @@ pub(crate) fn scale_columns_reference(
 /// Fails if a tensor is not contiguous or of another dtype, or an operation of the device fails.
 pub fn magnitude_backward(grad: &TensorMut, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("dora_magnitude_backward").dims(x.dims()).moves(&[x]));
-    match Route::of(grad, are_floats([dy.tensor.dtype(), x.dtype()])) {
-        Route::Kernel(driver) => return cuda::magnitude_backward(driver, grad, dy, x, norm),
-        Route::Composed => return magnitude_backward_reference(grad, dy, x, norm),
-        Route::Cpu => {}
+    match Implementation::of(grad, are_floats([dy.tensor.dtype(), x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::magnitude_backward(driver, grad, dy, x, norm),
+        Implementation::Composed => return magnitude_backward_reference(grad, dy, x, norm),
+        Implementation::Cpu => {}
     }
     let (_, width) = dims2(dy.tensor)?;
     let norm = read::<f32>(norm)?;

@@ -84,8 +84,8 @@ mod tests {
         let whole = dropout(&x, site)?.to_vec2::<f32>()?;
         let half = dropout(&x.narrow(0, 32, 32)?.contiguous()?, Dropout { first_token: 42, ..site })?;
         assert_eq!(half.to_vec2::<f32>()?, whole[32..]);
-        let kept = whole.iter().flatten().filter(|&&y| y > 0.0).count() as f64 / 6400.0;
-        assert!((kept - 0.7).abs() < 0.03, "{kept}");
+        let share = whole.iter().flatten().filter(|&&y| y > 0.0).count() as f64 / 6400.0;
+        assert!((share - 0.7).abs() < 0.03, "{share}");
         assert!(whole.iter().flatten().all(|&y| y == 0.0 || y == 1.0 / (1.0 - 0.3f32)));
         Ok(())
     }

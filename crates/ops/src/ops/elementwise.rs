@@ -6,7 +6,7 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backends::gpu::{self, Route, are_floats};
+use crate::backends::gpu::{self, Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
@@ -110,10 +110,10 @@ vectorized! {
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("add").dims(a.dims()).moves(&[a, b, a]));
-    match Route::of(a, a.dtype() == b.dtype() && are_floats([a.dtype()])) {
-        Route::Kernel(driver) => return cuda::add(driver, a, b),
-        Route::Composed => return Ok((a + b)?),
-        Route::Cpu => {}
+    match Implementation::of(a, a.dtype() == b.dtype() && are_floats([a.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::add(driver, a, b),
+        Implementation::Composed => return Ok((a + b)?),
+        Implementation::Cpu => {}
     }
     with_elem!(a.dtype(), T => {
         let (x, y) = (read::<T>(a)?, read::<T>(b)?);
@@ -137,9 +137,9 @@ pub fn stack_rows(parts: &[&Tensor]) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("stack_rows").moves(&[parts, parts].concat()));
     let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };
     let alike = parts.iter().all(|part| part.dtype() == first.dtype()) && are_floats([first.dtype()]);
-    match Route::of(first, alike) {
-        Route::Kernel(driver) => cuda::stack_rows(driver, parts),
-        Route::Composed | Route::Cpu => stacked(parts),
+    match Implementation::of(first, alike) {
+        Implementation::Kernel(driver) => cuda::stack_rows(driver, parts),
+        Implementation::Composed | Implementation::Cpu => stacked(parts),
     }
 }
 
@@ -153,10 +153,10 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let _span = span(|| SpanInfo::op("scaled").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::scaled(driver, x, factor as f32),
-        Route::Composed => return Ok(x.affine(factor, 0.0)?),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::scaled(driver, x, factor as f32),
+        Implementation::Composed => return Ok(x.affine(factor, 0.0)?),
+        Implementation::Cpu => {}
     }
     let factor = factor as f32;
     with_elem!(x.dtype(), T => {
@@ -177,13 +177,13 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("add_into").dims(dst.dims()).moves(&[dst, x, dst]));
-    match Route::of(dst, are_floats([dst.dtype(), x.dtype()])) {
-        Route::Kernel(driver) => return cuda::add_into(driver, dst, x),
-        Route::Composed => {
+    match Implementation::of(dst, are_floats([dst.dtype(), x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::add_into(driver, dst, x),
+        Implementation::Composed => {
             let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
             return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     with_elem!(dst.dtype(), D => with_elem!(x.dtype(), X => {
         let x = read::<X>(x)?;

@@ -7,7 +7,7 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use crate::backends::gpu::{self, Route, are_floats};
+use crate::backends::gpu::{self, Implementation, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -27,10 +27,10 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
         let sizes = table.dtype().size_in_bytes() + dtype.size_in_bytes();
         SpanInfo::op("embedding").dims(table.dims()).bytes(values * sizes)
     });
-    match Route::of(table, are_floats([table.dtype(), dtype])) {
-        Route::Kernel(driver) => return cuda::embed(driver, table, ids, factor, dtype),
-        Route::Composed => return reference(table, ids, factor, dtype),
-        Route::Cpu => {}
+    match Implementation::of(table, are_floats([table.dtype(), dtype])) {
+        Implementation::Kernel(driver) => return cuda::embed(driver, table, ids, factor, dtype),
+        Implementation::Composed => return reference(table, ids, factor, dtype),
+        Implementation::Cpu => {}
     }
     let (_, width) = dims2(table)?;
     with_elem!(table.dtype(), T => with_elem!(dtype, Y => {
@@ -69,10 +69,10 @@ pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
 /// Fails if `a` is not a contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("columns_of").dims(a.dims()));
-    match Route::of(a, true) {
-        Route::Kernel(driver) => return cuda::columns_of(driver, a, ids),
-        Route::Composed => return columns_of_reference(a, ids),
-        Route::Cpu => {}
+    match Implementation::of(a, true) {
+        Implementation::Kernel(driver) => return cuda::columns_of(driver, a, ids),
+        Implementation::Composed => return columns_of_reference(a, ids),
+        Implementation::Cpu => {}
     }
     let (r, vocab) = dims2(a)?;
     let a = read::<f32>(a)?;
@@ -92,10 +92,10 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
     let _span = span(|| SpanInfo::op("columns_of_backward").dims(grad.dims()));
-    match Route::of(grad, true) {
-        Route::Kernel(driver) => return cuda::columns_of_backward(driver, grad, ids, du, skip),
-        Route::Composed => return columns_of_backward_reference(grad, ids, du, skip),
-        Route::Cpu => {}
+    match Implementation::of(grad, true) {
+        Implementation::Kernel(driver) => return cuda::columns_of_backward(driver, grad, ids, du, skip),
+        Implementation::Composed => return columns_of_backward_reference(grad, ids, du, skip),
+        Implementation::Cpu => {}
     }
     let (r, vocab) = dims2(grad)?;
     let du = read::<f32>(du)?;
@@ -116,8 +116,8 @@ pub(crate) fn columns_of_backward_reference(
     du: &Tensor,
     skip: Option<u32>,
 ) -> Result<()> {
-    let (kept, kept_ids) = without(ids, skip);
-    let du = du.index_select(&indices(&kept, du.device())?, 0)?.t()?.contiguous()?;
+    let (rows, kept_ids) = without(ids, skip);
+    let du = du.index_select(&indices(&rows, du.device())?, 0)?.t()?.contiguous()?;
     let sum = grad.contiguous()?.index_add(&indices(&kept_ids, grad.device())?, &du, 1)?;
     Ok(grad.slice_set(&sum, 0, 0)?)
 }
@@ -141,10 +141,10 @@ pub fn embed_backward(
     skip: Option<u32>,
 ) -> Result<()> {
     let _span = span(|| SpanInfo::op("embedding_backward").dims(dy.dims()).moves(&[dy, dy, dy]));
-    match Route::of(grad, are_floats([dy.dtype(); 2])) {
-        Route::Kernel(driver) => return cuda::embed_backward(driver, grad, ids, dy, factor, skip),
-        Route::Composed => return reference_backward(grad, ids, dy, factor, skip),
-        Route::Cpu => {}
+    match Implementation::of(grad, are_floats([dy.dtype(); 2])) {
+        Implementation::Kernel(driver) => return cuda::embed_backward(driver, grad, ids, dy, factor, skip),
+        Implementation::Composed => return reference_backward(grad, ids, dy, factor, skip),
+        Implementation::Cpu => {}
     }
     let (_, width) = dims2(grad)?;
     with_elem!(dy.dtype(), T => {
@@ -178,8 +178,8 @@ pub(crate) fn reference_backward(
     factor: f64,
     skip: Option<u32>,
 ) -> Result<()> {
-    let (kept, kept_ids) = without(ids, skip);
-    let dy = (dy.index_select(&indices(&kept, dy.device())?, 0)?.to_dtype(DType::F32)? * factor)?;
+    let (rows, kept_ids) = without(ids, skip);
+    let dy = (dy.index_select(&indices(&rows, dy.device())?, 0)?.to_dtype(DType::F32)? * factor)?;
     let sum = grad.contiguous()?.index_add(&indices(&kept_ids, grad.device())?, &dy, 0)?;
     grad.slice_set(&sum, 0, 0)?;
     Ok(())

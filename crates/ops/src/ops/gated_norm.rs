@@ -14,7 +14,7 @@ use super::glu::Activation;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::rms_norm::add_gain_reference;
 use super::rms_norm::cuda::is_supported;
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -35,10 +35,10 @@ const ROWS: usize = 64;
 /// fails.
 pub fn gated_rms_norm(x: &Tensor, z: ColumnView<'_>, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("gated_rms_norm").dims(x.dims()).moves(&[x, x, x]));
-    match Route::of(x, is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, z, weight, eps),
-        Route::Composed => return reference(x, z, weight, eps),
-        Route::Cpu => {}
+    match Implementation::of(x, is_supported(x, weight)) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, z, weight, eps),
+        Implementation::Composed => return reference(x, z, weight, eps),
+        Implementation::Cpu => {}
     }
     let ((rows, width), (_, z_width)) = (dims2(x)?, dims2(z.tensor)?);
     let weight = in_f32(weight)?;
@@ -69,12 +69,14 @@ pub fn gated_rms_norm_backward(
     dz: ColumnViewMut<'_>,
 ) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("gated_rms_norm_backward").dims(x.dims()).moves(&[x, x, x, x, dy]));
-    match Route::of(x, is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::backward(driver, [x, weight, dy], z, dweight, eps, dz),
-        Route::Composed => {
+    match Implementation::of(x, is_supported(x, weight)) {
+        Implementation::Kernel(driver) => {
+            return cuda::backward(driver, [x, weight, dy], z, dweight, eps, dz);
+        }
+        Implementation::Composed => {
             return reference_backward(x, z, weight, dy, dweight, eps, dz);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let ((rows, width), (_, z_width), (_, dz_width)) = (dims2(x)?, dims2(z.tensor)?, dims2(dz.tensor)?);
     let weight = in_f32(weight)?;

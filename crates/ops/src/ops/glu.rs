@@ -10,7 +10,7 @@ mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -115,10 +115,10 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
             .moves(&[gate_up])
             .bytes(gate_up.elem_count() / 2 * gate_up.dtype().size_in_bytes())
     });
-    match Route::of(gate_up, are_floats([gate_up.dtype()])) {
-        Route::Kernel(driver) => return cuda::forward(driver, gate_up, activation),
-        Route::Composed => return reference(gate_up, activation),
-        Route::Cpu => {}
+    match Implementation::of(gate_up, are_floats([gate_up.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, gate_up, activation),
+        Implementation::Composed => return reference(gate_up, activation),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(gate_up)?;
     let half = width / 2;
@@ -145,14 +145,14 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &TensorMut, activation: Activation) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh, dh]));
-    match Route::of(gate_up, are_floats([gate_up.dtype()])) {
-        Route::Kernel(driver) => return cuda::backward(driver, gate_up, dh, activation),
-        Route::Composed => {
+    match Implementation::of(gate_up, are_floats([gate_up.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::backward(driver, gate_up, dh, activation),
+        Implementation::Composed => {
             let d = reference_backward(gate_up, dh, activation)?;
             dh.slice_set(&reference(gate_up, activation)?, 0, 0)?;
             return Ok(d);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(gate_up)?;
     let half = width / 2;

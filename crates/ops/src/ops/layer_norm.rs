@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::matmul::{ColumnView, sum_rows};
 use super::rms_norm::{self, NormKind, RowMoments, add_gain_reference, with_residual};
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -48,10 +48,10 @@ pub struct LayerNormGradients<'a> {
 /// fails.
 pub fn layer_norm(x: &Tensor, norm: LayerNorm<'_>) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("layer_norm").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, cuda::is_supported(x, norm)) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, norm),
-        Route::Composed => return reference(x, norm),
-        Route::Cpu => {}
+    match Implementation::of(x, cuda::is_supported(x, norm)) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, norm),
+        Implementation::Composed => return reference(x, norm),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {
@@ -86,17 +86,17 @@ pub fn layer_norm_backward(
     if let Some(dbias) = grads.bias {
         sum_rows(dbias, ColumnView::all(dy))?;
     }
-    match Route::of(x, cuda::is_supported(x, norm)) {
-        Route::Kernel(driver) => {
+    match Implementation::of(x, cuda::is_supported(x, norm)) {
+        Implementation::Kernel(driver) => {
             return cuda::backward(driver, [x, dy], norm, residual, grads.weight, normed);
         }
-        Route::Composed => {
+        Implementation::Composed => {
             if let Some(normed) = normed {
                 normed.slice_set(&reference(x, norm)?, 0, 0)?;
             }
             return reference_backward(x, norm, dy, residual, grads.weight);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {

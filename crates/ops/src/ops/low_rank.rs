@@ -163,8 +163,8 @@ mod tests {
             let (w, r) = (matrix(out, inputs), 4);
             let best: f64 = (r..out.min(inputs).min(60)).map(|j| 1.0 / ((j + 1) as f64).powi(2)).sum::<f64>();
             let factors = LowRankFactors::principal(&w, (out, inputs), r, RngStream::new(0)).expect("finite");
-            let found = residual(&w, &factors, inputs, r);
-            assert!((found / best.sqrt() - 1.0).abs() < 1e-3, "{out}x{inputs}: {found} {}", best.sqrt());
+            let actual = residual(&w, &factors, inputs, r);
+            assert!((actual / best.sqrt() - 1.0).abs() < 1e-3, "{out}x{inputs}: {actual} {}", best.sqrt());
         }
     }
 

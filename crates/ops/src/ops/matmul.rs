@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 pub use crate::backends::column_view::{Addend, ColumnView, ColumnViewMut, Transpose};
 use crate::backends::gemm::{LowRankTerm, MatView, MatViewMut, Threads, matmul as gemm, matmul_plus};
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -133,10 +133,10 @@ pub fn matmul(
     addend: Addend<'_>,
 ) -> Result<()> {
     let _span = span(|| product_info("matmul", dst, a, b, form));
-    match Route::of(dst.tensor, true) {
-        Route::Kernel(driver) => return cuda::matmul(driver, dst, a, b, form, alpha, addend),
-        Route::Composed => return reference(dst, a, b, form, alpha, addend),
-        Route::Cpu => {}
+    match Implementation::of(dst.tensor, true) {
+        Implementation::Kernel(driver) => return cuda::matmul(driver, dst, a, b, form, alpha, addend),
+        Implementation::Composed => return reference(dst, a, b, form, alpha, addend),
+        Implementation::Cpu => {}
     }
     let accumulate = addend.place_in(dst)?;
     let (shape_a, shape_b) = (dims2(a.tensor)?, dims2(b.tensor)?);
@@ -228,10 +228,10 @@ pub(crate) fn reference(
 /// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn add_bias(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("add_bias").dims(dst.tensor.dims()).moves(&[dst.tensor, dst.tensor]));
-    match Route::of(dst.tensor, are_floats([dst.tensor.dtype(), bias.dtype()])) {
-        Route::Kernel(driver) => return cuda::add_bias(driver, dst, bias),
-        Route::Composed => return add_bias_reference(dst, bias),
-        Route::Cpu => {}
+    match Implementation::of(dst.tensor, are_floats([dst.tensor.dtype(), bias.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::add_bias(driver, dst, bias),
+        Implementation::Composed => return add_bias_reference(dst, bias),
+        Implementation::Cpu => {}
     }
     let (_, width) = dims2(dst.tensor)?;
     with_elem!(dst.tensor.dtype(), D => with_elem!(bias.dtype(), B => {
@@ -261,10 +261,10 @@ pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Resul
 /// fails.
 pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     let _span = span(|| SpanInfo::op("sum_rows").dims(dy.tensor.dims()).moves(&[dy.tensor]));
-    match Route::of(grad, are_floats([dy.tensor.dtype()])) {
-        Route::Kernel(driver) => return cuda::sum_rows(driver, grad, dy),
-        Route::Composed => return sum_rows_reference(grad, dy),
-        Route::Cpu => {}
+    match Implementation::of(grad, are_floats([dy.tensor.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::sum_rows(driver, grad, dy),
+        Implementation::Composed => return sum_rows_reference(grad, dy),
+        Implementation::Cpu => {}
     }
     let (_, width) = dims2(dy.tensor)?;
     with_elem!(dy.tensor.dtype(), T => {

@@ -24,7 +24,7 @@ use rayon::prelude::*;
 
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use super::matmul_quantized::{Weight, dequantize, look_up};
-use crate::backends::gpu::{Route, driver_on};
+use crate::backends::gpu::{Implementation, driver_on};
 use crate::error::{Error, Result};
 use crate::quant::{E4M3, MOST_E4M3, to_e4m3};
 use crate::rounding::Rounded;
@@ -147,15 +147,15 @@ fn quantize_into(x: ColumnView<'_>, factors: Option<&Tensor>, to: &Fp8Rows) -> R
         let dims = [x.tensor.dims().first().copied().unwrap_or_default(), x.len];
         SpanInfo::op("quantize_fp8").dims(&dims).moves(&[&to.codes])
     });
-    match Route::of(x.tensor, cuda::is_float(x.tensor)) {
-        Route::Kernel(driver) => return cuda::quantize(driver, x, factors, to),
-        Route::Composed => {
+    match Implementation::of(x.tensor, cuda::is_float(x.tensor)) {
+        Implementation::Kernel(driver) => return cuda::quantize(driver, x, factors, to),
+        Implementation::Composed => {
             let (codes, scales) = quantize_reference(x, factors)?;
             let scales = scales.flatten_all()?;
             to.scales.slice_set(&scales, 0, 0)?;
             return Ok(to.codes.slice_set(&code_bytes(&codes)?, 0, 0)?);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let (_, pitch) = dims2(x.tensor)?;
     let factors = factors.map(read::<f32>).transpose()?;
@@ -205,14 +205,16 @@ pub fn matmul_fp8(
         let info = SpanInfo::op("matmul_fp8").detail(form.name()).dims(&[rows, out, inputs]);
         info.moves(&[a.tensor, &weight.codes, dst.tensor]).flops(2 * rows * out * inputs)
     });
-    let route = Route::of(dst.tensor, cuda::is_supported(dst.tensor, a.tensor, (out, inputs)));
-    if matches!(route, Route::Composed) {
+    let route = Implementation::of(dst.tensor, cuda::is_supported(dst.tensor, a.tensor, (out, inputs)));
+    if matches!(route, Implementation::Composed) {
         return reference(dst, a, weight, form, addend);
     }
     let factors = (form == Transpose::Nn).then_some(&*weight.scales);
     let a = quantize_fp8(a, factors)?;
     match route {
-        Route::Kernel(driver) => cuda::matmul(driver, dst, &a, weight, form, addend, driver.scales_rows()),
+        Implementation::Kernel(driver) => {
+            cuda::matmul(driver, dst, &a, weight, form, addend, driver.scales_rows())
+        }
         _ => on_cpu(dst, &a, weight, form, addend),
     }
 }

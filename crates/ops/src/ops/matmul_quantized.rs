@@ -16,7 +16,7 @@ use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmu
 use crate::backends::gemm::{
     LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus,
 };
-use crate::backends::gpu::{self, Route};
+use crate::backends::gpu::{self, Implementation};
 use crate::error::{Error, Result};
 use crate::quant::{
     NESTED_BLOCK, QuantFormat, QuantTensor, QuantView, RunDtype, RunMeaning, RunsView, dynamic_signed,
@@ -154,9 +154,9 @@ pub fn dequantize(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
         let rows = weights.iter().map(|weight| weight.shape.0).sum();
         SpanInfo::op("dequantize").dims(&[rows, weight.shape.1]).moves(&codes)
     });
-    match Route::of(first, cuda::is_supported(weights, dtype)) {
-        Route::Kernel(driver) => cuda::dequantize(driver, weights, dtype),
-        Route::Composed | Route::Cpu => {
+    match Implementation::of(first, cuda::is_supported(weights, dtype)) {
+        Implementation::Kernel(driver) => cuda::dequantize(driver, weights, dtype),
+        Implementation::Composed | Implementation::Cpu => {
             let each = weights.iter().map(|weight| weight.dequantize_without_kernel(dtype));
             Ok(Tensor::cat(&each.collect::<Result<Vec<_>>>()?, 0)?)
         }
@@ -220,14 +220,14 @@ pub fn matmul_weight(
         Weight::Dense(weight) => return matmul(dst, a, ColumnView::all(weight), form, 1.0, addend),
         Weight::Quantized(quantized) => quantized,
     };
-    match Route::of(dst.tensor, cuda::is_supported(&[quantized], a.tensor.dtype())) {
-        Route::Kernel(driver) => {
+    match Implementation::of(dst.tensor, cuda::is_supported(&[quantized], a.tensor.dtype())) {
+        Implementation::Kernel(driver) => {
             // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
             let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
             matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend)
         }
-        Route::Composed => quantized_reference(dst, a, quantized, form, addend),
-        Route::Cpu => quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None),
+        Implementation::Composed => quantized_reference(dst, a, quantized, form, addend),
+        Implementation::Cpu => quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None),
     }
 }
 

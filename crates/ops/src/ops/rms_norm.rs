@@ -11,7 +11,7 @@ pub(super) mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -50,10 +50,10 @@ pub(super) struct RowMoments {
 /// fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("rms_norm").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, weight, kind),
-        Route::Composed => return reference(x, weight, kind),
-        Route::Cpu => {}
+    match Implementation::of(x, cuda::is_supported(x, weight)) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, weight, kind),
+        Implementation::Composed => return reference(x, weight, kind),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {
@@ -86,17 +86,17 @@ pub fn rms_norm_backward(
         let info = SpanInfo::op("rms_norm_backward").dims(x.dims()).moves(&[x, dy, x]);
         residual.into_iter().chain(normed.map(|normed| &**normed)).fold(info, |info, t| info.moves(&[t]))
     });
-    match Route::of(x, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => {
+    match Implementation::of(x, cuda::is_supported(x, weight)) {
+        Implementation::Kernel(driver) => {
             return cuda::backward(driver, [x, weight, dy], residual, dweight, normed, kind);
         }
-        Route::Composed => {
+        Implementation::Composed => {
             if let Some(normed) = normed {
                 normed.slice_set(&reference(x, weight, kind)?, 0, 0)?;
             }
             return reference_backward(x, weight, dy, residual, dweight, kind);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {

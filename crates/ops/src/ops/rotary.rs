@@ -14,7 +14,7 @@ use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 use rayon::prelude::*;
 
 use super::rms_norm::{self, NormKind};
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
@@ -83,10 +83,10 @@ pub struct QkNorm<'a> {
 /// fails.
 pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("rotary").dims(qkv.dims()).moves(&[qkv, qkv]));
-    match Route::of(qkv, cuda::is_supported(qkv, heads, norm.as_ref())) {
-        Route::Kernel(driver) => return cuda::forward(driver, qkv, heads, norm, table),
-        Route::Composed => return reference(qkv, heads, norm, table),
-        Route::Cpu => {}
+    match Implementation::of(qkv, cuda::is_supported(qkv, heads, norm.as_ref())) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, qkv, heads, norm, table),
+        Implementation::Composed => return reference(qkv, heads, norm, table),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(qkv)?;
     let (out_width, dim) = (heads.qk_width(), heads.head_dim);
@@ -124,10 +124,10 @@ pub fn rotary_backward(
     table: &RotaryTable,
 ) -> Result<()> {
     let _span = span(|| SpanInfo::op("rotary_backward").dims(qkv.dims()).moves(&[qkv, dqkv, dqkv]));
-    match Route::of(qkv, cuda::is_supported(qkv, heads, norm.as_ref())) {
-        Route::Kernel(driver) => return cuda::backward(driver, qkv, dqkv, heads, norm, table),
-        Route::Composed => return reference_backward(qkv, dqkv, heads, norm, table),
-        Route::Cpu => {}
+    match Implementation::of(qkv, cuda::is_supported(qkv, heads, norm.as_ref())) {
+        Implementation::Kernel(driver) => return cuda::backward(driver, qkv, dqkv, heads, norm, table),
+        Implementation::Composed => return reference_backward(qkv, dqkv, heads, norm, table),
+        Implementation::Cpu => {}
     }
     let (rows, width) = dims2(qkv)?;
     let (qk_width, dim) = (heads.qk_width(), heads.head_dim);

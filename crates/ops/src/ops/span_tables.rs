@@ -46,8 +46,9 @@ impl SpanTables {
         let key = TablesKey { spans: spans.to_vec(), rows };
         let is_same =
             |(of, tables): &&(TablesKey, Rc<Self>)| *of == key && tables.places.device().same_device(device);
-        let kept = TABLES.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, kept)| Rc::clone(kept)));
-        if let Some(tables) = kept {
+        let cached =
+            TABLES.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, kept)| Rc::clone(kept)));
+        if let Some(tables) = cached {
             return Ok(tables);
         }
         let (spans, chunks) = pieces(spans, rows);

@@ -17,7 +17,7 @@ mod reference;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
@@ -91,10 +91,10 @@ fn curved(x: f32) -> f32 {
 /// fails.
 pub fn xielu(x: &Tensor, curve: &Tensor) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("xielu").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::forward(driver, x, curve),
-        Route::Composed => return reference(x, curve),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::forward(driver, x, curve),
+        Implementation::Composed => return reference(x, curve),
+        Implementation::Cpu => {}
     }
     let ((rows, width), curve) = (dims2(x)?, Curve::read(curve)?);
     with_elem!(x.dtype(), T => {
@@ -119,14 +119,14 @@ pub fn xielu_backward(
     dcurve: Option<&TensorMut>,
 ) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("xielu_backward").dims(x.dims()).moves(&[x, x, dh, dh]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::backward(driver, x, dh, curve, dcurve),
-        Route::Composed => {
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::backward(driver, x, dh, curve, dcurve),
+        Implementation::Composed => {
             let dx = reference_backward(x, dh, curve, dcurve)?;
             dh.slice_set(&reference(x, curve)?, 0, 0)?;
             return Ok(dx);
         }
-        Route::Cpu => {}
+        Implementation::Cpu => {}
     }
     let ((rows, width), curve) = (dims2(x)?, Curve::read(curve)?);
     let mut sums = vec![[0f32; 2]; if dcurve.is_some() { rows } else { 0 }];

@@ -132,9 +132,9 @@ impl AdapterSetup {
     }
 
     /// Returns the warning about tensors of the saved adapter that the model does not use.
-    pub fn note(&self) -> Option<&str> {
+    pub fn warning(&self) -> Option<&str> {
         match &self.start {
-            AdapterStart::Saved(adapter) => adapter.note(),
+            AdapterStart::Saved(adapter) => adapter.warning(),
             _ => None,
         }
     }

@@ -37,7 +37,7 @@ impl BaseCheck {
                 "{what} does not record the model it was trained on: the check against {model} is skipped"
             )));
         };
-        let (then, now) = (trained_on.told_from(model), model.told_from(trained_on));
+        let (then, now) = (trained_on.described_beside(model), model.described_beside(trained_on));
         match trained_on.is_same(model) {
             Some(true) => Ok(BaseCheck::Same),
             None => Ok(BaseCheck::Unchecked(format!(
@@ -61,7 +61,7 @@ impl BaseCheck {
     }
 
     /// Prints the result, unless the models are the same for sure.
-    pub fn say(&self, terminal: &Terminal) {
+    pub fn print(&self, terminal: &Terminal) {
         match self {
             BaseCheck::Same => {}
             BaseCheck::Unchecked(text) => terminal.line(text),
@@ -136,7 +136,7 @@ impl BaseComparison {
         let model = self.model.with_digest(&task.wait()?);
         let check = BaseCheck::new(&self.what, self.trained_on.as_ref(), &model, self.force_base)?;
         if check != self.first {
-            check.say(terminal);
+            check.print(terminal);
         }
         Ok(())
     }

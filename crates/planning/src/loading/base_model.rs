@@ -77,9 +77,9 @@ pub struct DeviceTraits {
 
 impl DeviceTraits {
     /// A GPU with kernels.
-    pub const GPU: DeviceTraits = DeviceTraits { is_cpu: false, has_kernels: true };
+    pub(crate) const GPU: DeviceTraits = DeviceTraits { is_cpu: false, has_kernels: true };
     /// A processor, without kernels.
-    pub const CPU: DeviceTraits = DeviceTraits { is_cpu: true, has_kernels: false };
+    pub(crate) const CPU: DeviceTraits = DeviceTraits { is_cpu: true, has_kernels: false };
 
     /// Returns the properties of a device of this machine.
     pub fn of(device: &Device) -> Self {
@@ -106,7 +106,7 @@ pub struct EngineOptions {
     /// The seed of random initial values.
     pub seed: u64,
     /// The mesh of ranks that share the weights.
-    pub ranks: DeviceMesh,
+    pub mesh: DeviceMesh,
     /// The options for summing gradients.
     pub reducing: GradReduceOptions,
     /// The tensors that are stored outside the device.
@@ -184,7 +184,7 @@ impl EngineOptions {
             dtype,
             attention,
             seed,
-            ranks: DeviceMesh::alone(),
+            mesh: DeviceMesh::alone(),
             reducing,
             offload: OffloadTarget::default(),
             bf16_copy: false,
@@ -228,27 +228,27 @@ impl BaseModel {
         let source = model.id.as_ref().ok_or_else(|| {
             Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
         })?;
-        let (found, weights) = match model.init {
+        let (resolved, weights) = match model.init {
             ModelInit::Pretrained => {
-                let (found, weights) = resolver.model_and_weights(source, &model.revision)?;
-                (found, Some(weights))
+                let (resolved, weights) = resolver.model_and_weights(source, &model.revision)?;
+                (resolved, Some(weights))
             }
             ModelInit::Random => (resolver.model_headers(source, &model.revision)?, None),
         };
-        let path = found.folder.join("config.json");
+        let path = resolved.folder.join("config.json");
         let text = input_file::read_text("read", &path)?;
         let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
-        let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
+        let mut files = weights.map(|weights| weights.open(&resolved.folder)).transpose()?;
         if !model.dequantize && !files.as_mut().is_some_and(ModelFiles::keep_packed) {
             resolver.warn(KEEPS_NOTHING);
         }
         if let Some(files) = &mut files {
             model::settle(&mut config, files)?;
-            files.notes().for_each(|note| resolver.warn(note));
+            files.warnings().for_each(|note| resolver.warn(note));
         }
         let stored = files.as_ref().and_then(stored_format);
         let mut base = BaseModel {
-            tokenizer: found.folder.clone(),
+            tokenizer: resolved.folder.clone(),
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
             head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
@@ -257,7 +257,7 @@ impl BaseModel {
                 |files| files.kept().clone(),
             ),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
-            found,
+            found: resolved,
             config,
             files,
             format: stored.or(quantization.map(format)),
@@ -352,8 +352,8 @@ impl BaseModel {
     /// # Errors
     /// Those of [`DigestTask::start`].
     pub fn start_digest(&self) -> Result<Option<DigestTask>> {
-        let kept = assets::cache()?.join("digests");
-        self.has_weights.then(|| DigestTask::start(&self.found.folder, kept)).transpose()
+        let folder = assets::cache()?.join("digests");
+        self.has_weights.then(|| DigestTask::start(&self.found.folder, folder)).transpose()
     }
 
     /// Returns [`BaseModel::identity`] with the digest of every byte; reads them all.
@@ -384,12 +384,12 @@ impl BaseModel {
     ) -> Result<BaseComparison> {
         let model = self.identity(seed)?;
         let adapter = SavedAdapter::read(folder)?.without(&model::unread_modules(&self.config));
-        adapter.note().into_iter().for_each(|note| terminal.warn(note));
+        adapter.warning().into_iter().for_each(|note| terminal.warn(note));
         let trained_on = adapter.base_model()?;
         let what = format!("adapter {}", folder.display());
         let first = BaseCheck::new(&what, trained_on.as_ref(), &model, force_base)?;
-        first.say(terminal);
-        let comparable = trained_on.as_ref().is_some_and(ModelIdentity::says_every_byte);
+        first.print(terminal);
+        let comparable = trained_on.as_ref().is_some_and(ModelIdentity::covers_every_byte);
         let task = if comparable && first == BaseCheck::Same { self.start_digest()? } else { None };
         Ok(BaseComparison { what, trained_on, model, force_base, first, task })
     }
@@ -501,7 +501,7 @@ impl BaseModel {
         let store = parallel::StoreOptions {
             dtype: options.dtype,
             device: options.device.clone(),
-            mesh: options.ranks.clone(),
+            mesh: options.mesh.clone(),
             reducing: options.reducing,
             offload: options.offload.clone(),
             fill_all,
@@ -553,8 +553,8 @@ mod tests {
             Ok(slow_convolution(&ModelConfig::from_json(&text, "config.json")?))
         };
         assert_eq!([slow(3)?, slow(4)?], [None, None]);
-        let told = slow(5)?.unwrap_or_default();
-        assert!(told.contains("over 3 or 4 tokens; over 5 (`conv_L_cache`)"), "{told}");
+        let warning = slow(5)?.unwrap_or_default();
+        assert!(warning.contains("over 3 or 4 tokens; over 5 (`conv_L_cache`)"), "{warning}");
         Ok(())
     }
 }

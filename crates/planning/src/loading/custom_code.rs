@@ -16,7 +16,7 @@ const TOLD: usize = 4;
 /// Returns a warning about the code that the files of a model in `folder` name; none if they name
 /// no code.
 pub(super) fn named_in(folder: &Path) -> Option<String> {
-    let told = FILES.iter().filter_map(|file| {
+    let named = FILES.iter().filter_map(|file| {
         let text = input_file::read("read", &folder.join(file)).ok()?;
         let config: Value = serde_json::from_slice(&text).ok()?;
         let mut names = Vec::new();
@@ -27,11 +27,11 @@ pub(super) fn named_in(folder: &Path) -> Option<String> {
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
         Some(format!("`auto_map` of {file} names {}{more}", names.join(", ")))
     });
-    let told: Vec<String> = told.collect();
-    (!told.is_empty()).then(|| {
+    let named: Vec<String> = named.collect();
+    (!named.is_empty()).then(|| {
         format!(
             "{}: finetune never reads or runs code that comes with a model; it uses only `model_type` and the vocabulary of the tokenizer",
-            told.join("; ")
+            named.join("; ")
         )
     })
 }
@@ -62,8 +62,8 @@ mod tests {
             r#"{"auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"}}"#,
         );
         write("tokenizer_config.json", r#"{"auto_map": {"AutoTokenizer": [null, "tokenization_x.T"]}}"#);
-        let told = named_in(folder.path()).unwrap();
-        assert!(told.starts_with(
+        let warning = named_in(folder.path()).unwrap();
+        assert!(warning.starts_with(
             "`auto_map` of config.json names configuration_x.X, modeling_x.X; `auto_map` of tokenizer_config.json names tokenization_x.T: "
         ));
     }

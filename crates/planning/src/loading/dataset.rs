@@ -8,7 +8,13 @@ use crate::error::{ErrorContext, Result};
 use crate::recipe::{self, DataSource, RowSource, SplitSlice};
 
 /// Rows as examples, with the location of each of their sources.
-pub(crate) type LoadedSources = (Dataset, Vec<ResolvedSource>);
+#[derive(Debug)]
+pub struct LoadedDataset {
+    /// The encoded rows.
+    pub dataset: Dataset,
+    /// The location of each source, in the order of the recipe.
+    pub sources: Vec<ResolvedSource>,
+}
 
 /// Converts rows into tokens for one model.
 #[derive(Debug)]
@@ -74,9 +80,10 @@ impl DatasetLoader {
         sources: &[RowSource],
         split: Split,
         resolver: &Resolver<'_>,
-    ) -> Result<LoadedSources> {
-        let (read, found) = read_all(sources, split, resolver)?;
-        Ok((self.encode(sources, weighted_rows(sources, read), split)?, found))
+    ) -> Result<LoadedDataset> {
+        let (read, resolved_sources) = read_all(sources, split, resolver)?;
+        let dataset = self.encode(sources, weighted_rows(sources, read), split)?;
+        Ok(LoadedDataset { dataset, sources: resolved_sources })
     }
 
     /// Returns the training rows of `data`, and the held-out rows: from `data.eval`, or by
@@ -89,17 +96,18 @@ impl DatasetLoader {
         data: &recipe::DataSection,
         seed: u64,
         resolver: &Resolver<'_>,
-    ) -> Result<(LoadedSources, Option<LoadedSources>)> {
+    ) -> Result<(LoadedDataset, Option<LoadedDataset>)> {
         let Some(size) = data.eval_split else {
             let train = self.load(&data.train, Split::Train, resolver)?;
             let eval = (!data.eval.is_empty()).then(|| self.load(&data.eval, Split::Eval, resolver));
             return Ok((train, eval.transpose()?));
         };
-        let (mut read, found) = read_all(&data.train, Split::Train, resolver)?;
+        let (mut read, resolved_sources) = read_all(&data.train, Split::Train, resolver)?;
         let held_out = data::hold_out(&mut read, size, seed)?;
-        let train = self.encode(&data.train, weighted_rows(&data.train, read), Split::Train)?;
-        let held_out = self.encode(&data.train, held_out, Split::Eval)?;
-        Ok(((train, found.clone()), Some((held_out, found))))
+        let dataset = self.encode(&data.train, weighted_rows(&data.train, read), Split::Train)?;
+        let train = LoadedDataset { dataset, sources: resolved_sources.clone() };
+        let dataset = self.encode(&data.train, held_out, Split::Eval)?;
+        Ok((train, Some(LoadedDataset { dataset, sources: resolved_sources })))
     }
 
     fn encode(&self, sources: &[RowSource], rows: DataFile, split: Split) -> Result<Dataset> {
@@ -116,20 +124,20 @@ fn read_all(
     split: Split,
     resolver: &Resolver<'_>,
 ) -> Result<(Vec<DataFile>, Vec<ResolvedSource>)> {
-    let (mut read, mut found) = (Vec::new(), Vec::new());
+    let (mut read, mut resolved_sources) = (Vec::new(), Vec::new());
     for source in sources {
-        let place = resolver.dataset(&of_split(source), split)?;
+        let resolved = resolver.dataset(&of_split(source), split)?;
         // On the hub, the files already belong to the split.
         let of_files = |mut split: SplitSlice| {
-            split.name = split.name.filter(|_| !place.on_hub);
+            split.name = split.name.filter(|_| !resolved.on_hub);
             split
         };
         let own = RowSource { split: source.split.clone().map(of_files), ..source.clone() };
-        let rows = data::take(&own, place.row_paths(), split);
+        let rows = data::take(&own, resolved.row_paths(), split);
         read.push(rows.during(|| format!("cannot use the data set {source}"))?);
-        found.push(place);
+        resolved_sources.push(resolved);
     }
-    Ok((read, found))
+    Ok((read, resolved_sources))
 }
 
 /// Returns the location of a source, with its split if it is on the hub.

@@ -292,10 +292,10 @@ impl<'a> InitialValues<'a> {
             (TensorKind::TokensDelta, _) => self.fill_rows(part.module, out)?,
             (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
                 let gaussian = matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Gaussian));
-                let found = self.modules.get(part.module);
-                let found =
-                    found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
-                T::round(&initial_lora(found, desc.global_shape(), gaussian, self.seed), out);
+                let module = self.modules.get(part.module);
+                let module =
+                    module.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
+                T::round(&initial_lora(module, desc.global_shape(), gaussian, self.seed), out);
             }
             // B, and an embedding's A, start as zero.
             _ => {}

@@ -18,7 +18,7 @@ pub struct LoadedModel {
     /// The adapter, if the recipe has one.
     pub adapter_setup: Option<AdapterSetup>,
     /// The loader of its data sets.
-    pub rows: DatasetLoader,
+    pub dataset_loader: DatasetLoader,
     /// Comparison with the model that the adapter was trained on. The caller finishes it after the
     /// weights are loaded.
     pub comparison: Option<BaseComparison>,
@@ -55,6 +55,6 @@ impl LoadedModel {
         data.fit_positions(base.config.max_position_embeddings);
         let rows = base.dataset_loader(tokenizer, &data)?;
         rows.warnings().iter().for_each(|text| terminal.warn(text));
-        Ok(LoadedModel { base, adapter_setup, rows, comparison })
+        Ok(LoadedModel { base, adapter_setup, dataset_loader: rows, comparison })
     }
 }

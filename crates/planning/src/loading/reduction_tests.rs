@@ -69,7 +69,7 @@ fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     let segments = vec![Sample { start: 0, len: 12 }];
-    Batch { ids, targets, segments, first_token: u64::from(salt) * 12, rows: 1 }
+    Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 12, num_samples: 1 }
 }
 
 struct Case {
@@ -94,7 +94,7 @@ impl Case {
         let section = AdapterSection { r: 4, ..AdapterSection::default() };
         let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &base.config), &[])?;
         let options = EngineOptions {
-            ranks: DeviceMesh::new(self.strategy, world)?,
+            mesh: DeviceMesh::new(self.strategy, world)?,
             reducing: GradReduceOptions {
                 accumulates: self.micro_batches as usize > RANKS,
                 dtype: self.reduce_dtype,

@@ -49,7 +49,7 @@ pub struct ResolvedSource {
 
 impl ResolvedSource {
     /// Returns the paths of the rows of a data set: its files, or the file or folder itself.
-    pub fn row_paths(&self) -> &[PathBuf] {
+    pub(crate) fn row_paths(&self) -> &[PathBuf] {
         if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
     }
 
@@ -94,11 +94,11 @@ impl<'a> Resolver<'a> {
         source: &DataSource,
         revision: &str,
     ) -> Result<(ResolvedSource, FoundWeights<'f>)> {
-        if let Some(found) = self.gguf_model(source)? {
-            return Ok((found, FoundWeights { remote: None, resolver: self }));
+        if let Some(gguf) = self.gguf_model(source)? {
+            return Ok((gguf, FoundWeights { remote: None, resolver: self }));
         }
         let mut remote = None;
-        let found = self.find(source, |id, options, progress| {
+        let resolved = self.find(source, |id, options, progress| {
             if !self.leaves_weights {
                 return hub::locate_model(id, revision, options, progress);
             }
@@ -106,7 +106,7 @@ impl<'a> Resolver<'a> {
             remote = model.remote;
             Ok(model.located)
         })?;
-        Ok((in_cache(found)?, FoundWeights { remote, resolver: self }))
+        Ok((in_cache(resolved)?, FoundWeights { remote, resolver: self }))
     }
 
     /// Finds a model with its weights.
@@ -114,8 +114,8 @@ impl<'a> Resolver<'a> {
     /// # Errors
     /// Those of [`hub::locate_model`].
     pub fn model(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
-        if let Some(found) = self.gguf_model(source)? {
-            return Ok(found);
+        if let Some(gguf) = self.gguf_model(source)? {
+            return Ok(gguf);
         }
         in_cache(
             self.find(source, |id, options, progress| hub::locate_model(id, revision, options, progress))?,
@@ -127,8 +127,8 @@ impl<'a> Resolver<'a> {
     /// # Errors
     /// Those of [`hub::locate_model_headers`].
     pub fn model_headers(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
-        if let Some(found) = self.gguf_model(source)? {
-            return Ok(found);
+        if let Some(gguf) = self.gguf_model(source)? {
+            return Ok(gguf);
         }
         in_cache(self.find(source, |id, options, progress| {
             hub::locate_model_headers(id, revision, options, progress)
@@ -163,7 +163,7 @@ impl<'a> Resolver<'a> {
     /// # Errors
     /// Those of [`hub::locate_adapter`]; several adapters are below the folder.
     pub fn adapter(&self, source: &DataSource) -> Result<ResolvedSource> {
-        let found = match source {
+        let resolved = match source {
             DataSource::Path(path) => {
                 let folder = adapter::one_below(path)?;
                 if folder != *path {
@@ -176,7 +176,7 @@ impl<'a> Resolver<'a> {
                 self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress))?
             }
         };
-        let mut unknown = AdapterConfig::unknown_keys(&found.folder);
+        let mut unknown = AdapterConfig::unknown_keys(&resolved.folder);
         if !unknown.is_empty() {
             let more = unknown.len().saturating_sub(MOST_KEYS);
             unknown.truncate(MOST_KEYS);
@@ -184,11 +184,11 @@ impl<'a> Resolver<'a> {
             self.terminal.warn(format!(
                 "{} of {} has keys that finetune and PEFT 0.21 do not know; finetune ignores them: {}{more}",
                 adapter::CONFIG_FILE,
-                found.folder.display(),
+                resolved.folder.display(),
                 unknown.join(", ")
             ));
         }
-        Ok(found)
+        Ok(resolved)
     }
 
     /// Prints a warning on the terminal.

@@ -21,15 +21,15 @@ const SECTION: &str = "adapter";
 type TakeKey = fn(&mut recipe::AdapterSection, &recipe::AdapterSection);
 /// The keys that describe a saved adapter.
 const KEYS: [(&str, TakeKey); 9] = [
-    ("kind", |used, found| used.kind = found.kind),
-    ("r", |used, found| used.r = found.r),
-    ("lora_alpha", |used, found| used.lora_alpha = found.lora_alpha),
-    ("target_modules", |used, found| used.target_modules = found.target_modules.clone()),
-    ("exclude_modules", |used, found| used.exclude_modules = found.exclude_modules.clone()),
-    ("modules_to_save", |used, found| used.modules_to_save = found.modules_to_save.clone()),
-    ("rank_pattern", |used, found| used.rank_pattern = found.rank_pattern.clone()),
-    ("alpha_pattern", |used, found| used.alpha_pattern = found.alpha_pattern.clone()),
-    ("use_rslora", |used, found| used.use_rslora = found.use_rslora),
+    ("kind", |used, in_adapter| used.kind = in_adapter.kind),
+    ("r", |used, in_adapter| used.r = in_adapter.r),
+    ("lora_alpha", |used, in_adapter| used.lora_alpha = in_adapter.lora_alpha),
+    ("target_modules", |used, in_adapter| used.target_modules = in_adapter.target_modules.clone()),
+    ("exclude_modules", |used, in_adapter| used.exclude_modules = in_adapter.exclude_modules.clone()),
+    ("modules_to_save", |used, in_adapter| used.modules_to_save = in_adapter.modules_to_save.clone()),
+    ("rank_pattern", |used, in_adapter| used.rank_pattern = in_adapter.rank_pattern.clone()),
+    ("alpha_pattern", |used, in_adapter| used.alpha_pattern = in_adapter.alpha_pattern.clone()),
+    ("use_rslora", |used, in_adapter| used.use_rslora = in_adapter.use_rslora),
 ];
 
 impl AdapterSetup {
@@ -40,7 +40,7 @@ impl AdapterSetup {
     /// # Errors
     /// The adapter cannot be read, belongs to another model, or has no rows for `tokens`; keys in
     /// `[adapter]` contradict it.
-    pub fn from_saved(
+    pub(crate) fn from_saved(
         recipe: &mut Recipe,
         folder: &Path,
         (base, model): (&str, &ModelConfig),
@@ -82,14 +82,21 @@ fn settings(
     model: &ModelConfig,
 ) -> Result<recipe::AdapterSection> {
     let (modules, class) = (&model::modules(model)[..], model.family.class_names);
-    let said = recipe.adapter.clone().unwrap_or_default();
-    let found = in_words_of_the_recipe(&said, saved, modules);
+    let in_recipe = recipe.adapter.clone().unwrap_or_default();
+    let in_adapter = in_words_of_the_recipe(&in_recipe, saved, modules);
     let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
-    let compared = Compared { said: &said, found: &found, is_written: &is_written, saved, modules, class };
-    let (mut used, mut contradictions) = (said.clone(), Vec::new());
+    let compared = Compared {
+        in_recipe: &in_recipe,
+        in_adapter: &in_adapter,
+        is_written: &is_written,
+        saved,
+        modules,
+        class,
+    };
+    let (mut used, mut contradictions) = (in_recipe.clone(), Vec::new());
     for (key, take) in KEYS {
         if !is_written(key) {
-            take(&mut used, &found);
+            take(&mut used, &in_adapter);
         } else if !compared.agree(key)? {
             contradictions.push(key);
         }
@@ -106,7 +113,7 @@ fn settings(
 /// Returns the saved adapter in the form of `[adapter]`. Modules have the names that the adapter's
 /// `all-linear`, regular expressions and layer numbers resolved to.
 fn in_words_of_the_recipe(
-    said: &recipe::AdapterSection,
+    in_recipe: &recipe::AdapterSection,
     saved: &AdapterSetup,
     modules: &[Module],
 ) -> recipe::AdapterSection {
@@ -121,14 +128,14 @@ fn in_words_of_the_recipe(
         rank_pattern: Patterns(spec.rank_pattern.clone()),
         alpha_pattern: Patterns(spec.alpha_pattern.clone()),
         use_rslora: spec.use_rslora,
-        ..said.clone()
+        ..in_recipe.clone()
     }
 }
 
 /// The recipe's section and the settings of the saved adapter.
 struct Compared<'a> {
-    said: &'a recipe::AdapterSection,
-    found: &'a recipe::AdapterSection,
+    in_recipe: &'a recipe::AdapterSection,
+    in_adapter: &'a recipe::AdapterSection,
     is_written: &'a dyn Fn(&str) -> bool,
     saved: &'a AdapterSetup,
     modules: &'a [Module],
@@ -139,18 +146,18 @@ struct Compared<'a> {
 impl Compared<'_> {
     /// True if the value of `key` has the same effect as the saved adapter's.
     fn agree(&self, key: &str) -> Result<bool> {
-        let (said, found) = (self.said, self.found);
+        let (in_recipe, in_adapter) = (self.in_recipe, self.in_adapter);
         Ok(match key {
-            "kind" => said.kind == found.kind,
-            "r" => said.r == found.r,
-            "lora_alpha" => said.lora_alpha == found.lora_alpha,
-            "use_rslora" => said.use_rslora == found.use_rslora,
-            "target_modules" => self.names_the_targets(spec_of(said, self.class).target_modules)?,
+            "kind" => in_recipe.kind == in_adapter.kind,
+            "r" => in_recipe.r == in_adapter.r,
+            "lora_alpha" => in_recipe.lora_alpha == in_adapter.lora_alpha,
+            "use_rslora" => in_recipe.use_rslora == in_adapter.use_rslora,
+            "target_modules" => self.names_the_targets(spec_of(in_recipe, self.class).target_modules)?,
             "exclude_modules" => self.names_the_targets(self.own_targets())?,
-            "modules_to_save" => self.saved_by(said)? == self.saved_by(found)?,
+            "modules_to_save" => self.saved_by(in_recipe)? == self.saved_by(in_adapter)?,
             _ => {
-                let TargetSpec { rank_pattern, alpha_pattern, .. } = spec_of(said, self.class);
-                let (r, lora_alpha) = (found.r, found.lora_alpha);
+                let TargetSpec { rank_pattern, alpha_pattern, .. } = spec_of(in_recipe, self.class);
+                let (r, lora_alpha) = (in_adapter.r, in_adapter.lora_alpha);
                 let spec =
                     TargetSpec { target_modules: self.own_targets(), r, lora_alpha, ..Default::default() };
                 if key == "rank_pattern" {
@@ -174,7 +181,7 @@ impl Compared<'_> {
     /// True if `target_modules`, without excluded modules and those saved whole, are the adapter's
     /// modules.
     fn names_the_targets(&self, target_modules: ModulePattern) -> Result<bool> {
-        let of = |key: &str| if (self.is_written)(key) { self.said } else { self.found };
+        let of = |key: &str| if (self.is_written)(key) { self.in_recipe } else { self.in_adapter };
         let spec = TargetSpec {
             target_modules,
             exclude_modules: spec_of(of("exclude_modules"), self.class).exclude_modules,
@@ -192,19 +199,21 @@ impl Compared<'_> {
 
     /// Returns the error for the keys `contradictions`.
     fn refusal(&self, recipe: &Recipe, folder: &Path, contradictions: &[&str]) -> Error {
-        let (said, found) = (self.said, self.found);
+        let (in_recipe, in_adapter) = (self.in_recipe, self.in_adapter);
         let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
         let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
         for key in contradictions {
-            let place = recipe.written.place(SECTION, key).unwrap_or_default();
+            let origin = recipe.written.place(SECTION, key).unwrap_or_default();
             // A saved adapter does not record its excluded modules, only its own.
             let is = match *key {
-                "exclude_modules" => format!("the saved adapter covers {}", value(found, "target_modules")),
-                key => format!("in the saved adapter it is {}", value(found, key)),
+                "exclude_modules" => {
+                    format!("the saved adapter covers {}", value(in_adapter, "target_modules"))
+                }
+                key => format!("in the saved adapter it is {}", value(in_adapter, key)),
             };
-            error = error.because(format!("{place}: `adapter.{key}` is {}; {is}", value(said, key)));
+            error = error.because(format!("{origin}: `adapter.{key}` is {}; {is}", value(in_recipe, key)));
         }
-        let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(found, key));
+        let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(in_adapter, key));
         let sets: Vec<String> = contradictions.iter().map(set).collect();
         error.hint(format!(
             "write the saved adapter's values ({}), or remove these keys to use its values; without `adapter.path` a new adapter starts",

@@ -46,7 +46,7 @@ impl BaseModel {
     ///
     /// # Errors
     /// It cannot be read, or has no ids for them.
-    pub fn tokenizer_with(&mut self, texts: &[String]) -> Result<(Tokenizer, Vec<u32>)> {
+    pub(crate) fn tokenizer_with(&mut self, texts: &[String]) -> Result<(Tokenizer, Vec<u32>)> {
         let mut tokenizer = self.tokenizer()?;
         let ids = tokenizer.add_tokens(texts)?;
         let rows = ids.iter().max().map_or(0, |id| *id as usize + 1);

@@ -18,20 +18,20 @@ pub(super) fn is_wanted(recipe: &Recipe) -> bool {
 /// # Errors
 /// The recipe sets the key, but the run computes on the CPU, in f32 or with DoRA, or does not keep
 /// all codes on the GPU.
-pub(super) fn check(recipe: &Recipe, engine: &EngineOptions, kind: ShardingStrategy) -> Result<()> {
+pub(super) fn check(recipe: &Recipe, engine: &EngineOptions, strategy: ShardingStrategy) -> Result<()> {
     if !is_wanted(recipe) {
         return Ok(());
     }
-    let Some(why) = why_not(recipe, engine.dtype, kind, engine.traits.has_kernels) else { return Ok(()) };
+    let Some(why) = why_not(recipe, engine.dtype, strategy, engine.traits.has_kernels) else { return Ok(()) };
     Err(Error::user("cannot keep a bf16 copy of the quantized weights (`quantization.bf16_copy`)")
         .because(why)
         .hint("leave the key out: the same numbers are computed without the copy"))
 }
 
 /// Returns the reason for which no operation would read the copy; none if one does.
-fn why_not(recipe: &Recipe, dtype: DType, kind: ShardingStrategy, has_kernels: bool) -> Option<String> {
+fn why_not(recipe: &Recipe, dtype: DType, strategy: ShardingStrategy, has_kernels: bool) -> Option<String> {
     let is_dora = recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora);
-    let is_split = kind.sharding_spec(ParamRole::Frozen).values.is_sharded();
+    let is_split = strategy.sharding_spec(ParamRole::Frozen).values.is_sharded();
     Some(if !has_kernels {
         "the CPU multiplies with the codes as they are".into()
     } else if dtype != DType::BF16 {

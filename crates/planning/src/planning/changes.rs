@@ -116,8 +116,8 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let here = parallel.offload == Offload::None && model.on_gpu;
     let to_host: Apply = Box::new(|r, _| r.parallel.offload = Offload::Optimizer);
     push(here, MemoryTarget::Kept, set("parallel.offload=optimizer"), to_host);
-    let kept = parallel.offload != Offload::Params && model.on_gpu;
-    push(kept, MemoryTarget::Kept, set("parallel.offload=params"), Box::new(offload_params));
+    let applies = parallel.offload != Offload::Params && model.on_gpu;
+    push(applies, MemoryTarget::Kept, set("parallel.offload=params"), Box::new(offload_params));
     let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
     push(parallel.offload_folder.is_none(), MemoryTarget::Host, to_file, Box::new(offload_to_file));
     let dense = recipe.quantization.is_none() && !model.quantized;

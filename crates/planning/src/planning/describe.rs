@@ -12,7 +12,7 @@ impl Plan {
         let method = self.method();
         let (recompute, memory) = (self.recompute, &self.memory);
         let away = self.describe_offload();
-        let spread = match (self.ranks, &self.why) {
+        let spread = match (self.world_size, &self.why) {
             (1, _) => String::new(),
             (n, why) => {
                 let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));

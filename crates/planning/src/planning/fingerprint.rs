@@ -42,9 +42,9 @@ impl Plan {
             facts.remove("objective.kind");
         }
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
-        facts.insert("data".into(), short(self.train.0.digest()));
+        facts.insert("data".into(), short(self.train.dataset.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
-        facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
+        facts.insert("tokenizer".into(), short(self.dataset_loader.tokenizer.digest()));
         facts
     }
 
@@ -69,7 +69,7 @@ impl Plan {
             values.get(key).or(defaults.get(key)).unwrap_or(&nothing).clone()
         };
         let changed = keys.into_iter().map(|key| (key.as_str(), value(&then, key), value(&now, key)));
-        let ranks = ("ranks", saved.state.ranks.to_string(), self.ranks.to_string());
+        let ranks = ("ranks", saved.state.ranks.to_string(), self.world_size.to_string());
         let changed = changed.chain([ranks]).filter(|(_, then, now)| then != now);
         changed.map(|(key, then, now)| format!("{key}: {then} before, {now} now")).collect()
     }
@@ -84,7 +84,7 @@ impl Plan {
         // Only rank 0 raises alerts and starts programs.
         recipe.alerts = recipe::AlertsSection::default();
         recipe.log.command = None;
-        format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)
+        format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.world_size, self.total_steps)
     }
 }
 

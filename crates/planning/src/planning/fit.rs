@@ -45,13 +45,13 @@ pub struct StepInputs<'a> {
     /// The adapter that the run starts from; none: the recipe's own.
     pub adapter_setup: Option<&'a AdapterSetup>,
     /// The rows of the steps.
-    pub rows: Rows<'a>,
+    pub row_lengths: Rows<'a>,
     /// Ids of `model.new_tokens`.
     pub new_tokens: &'a [u32],
     /// The options of the engine.
     pub engine: &'a EngineOptions,
     /// The memory that the step may use.
-    pub room: MemoryBudget,
+    pub budget: MemoryBudget,
     /// Cache of the parameters listed so far.
     pub params: &'a ParamCache,
 }
@@ -124,14 +124,14 @@ impl StepInputs<'_> {
     ///
     /// # Errors
     /// No operation would read the bf16 copy; the run cannot multiply in fp8.
-    pub fn check(&self, recipe: &Recipe, kind: ShardingStrategy) -> Result<()> {
-        bf16_copy::check(recipe, self.engine, kind)?;
+    pub fn check(&self, recipe: &Recipe, strategy: ShardingStrategy) -> Result<()> {
+        bf16_copy::check(recipe, self.engine, strategy)?;
         fp8_base::check(recipe, &self.base.config, self.engine)
     }
 
     /// Returns the bytes of a rank's process beside its tensors, if they are known; else 0.
     fn process(&self, world: WorldSize) -> u64 {
-        match self.room {
+        match self.budget {
             MemoryBudget::Given { process, .. } => process,
             MemoryBudget::Local if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
             MemoryBudget::Local | MemoryBudget::Agreed(_) => 0,
@@ -152,7 +152,7 @@ impl StepInputs<'_> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let descs = Arc::clone(&params.descs);
-        let tokens = widest_micro_batch(recipe, self.rows);
+        let tokens = widest_micro_batch(recipe, self.row_lengths);
         let engine = self.engine_of(recipe, adapter_setup, world);
         let any = how(recipe, &engine, ShardingStrategy::Single, world.all)?;
         let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
@@ -211,7 +211,7 @@ impl StepInputs<'_> {
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let engine = self.engine_of(recipe, adapter_setup, world);
         let options = how(recipe, &engine, step.fit.strategy, world.all)?;
-        let tokens = widest_micro_batch(recipe, self.rows);
+        let tokens = widest_micro_batch(recipe, self.row_lengths);
         MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options)
     }
 
@@ -249,7 +249,7 @@ impl StepInputs<'_> {
     /// Returns the bytes available to each of `ranks` ranks; none if they are unknown. Ranks on the
     /// CPU share one memory. A tenth stays in reserve for what the estimate does not count.
     pub fn budget(&self, ranks: usize) -> Option<u64> {
-        let free = match self.room {
+        let free = match self.budget {
             MemoryBudget::Given { free, .. } => return Some(free / 10 * 9),
             MemoryBudget::Agreed(free) => free,
             MemoryBudget::Local => available(&self.engine.device),
@@ -277,8 +277,8 @@ impl StepInputs<'_> {
         all.push(more_ranks(world, settings.on_gpu));
         let mut fitting = Vec::new();
         for change in &all {
-            if let Some(found) = self.first_that_fits(change, recipe, world)? {
-                fitting.push(found);
+            if let Some(suggestion) = self.first_that_fits(change, recipe, world)? {
+                fitting.push(suggestion);
             }
         }
         if fitting.is_empty() {
@@ -298,7 +298,7 @@ impl StepInputs<'_> {
             let (mut recipe, mut world) = (recipe.clone(), world);
             (adjustment.apply)(&mut recipe, &mut world);
             if let Some(fit) = self.fit(&recipe, world)? {
-                return Ok(Some(said(&adjustment.typed, &fit)));
+                return Ok(Some(description(&adjustment.typed, &fit)));
             }
         }
         Ok(None)
@@ -317,7 +317,7 @@ impl StepInputs<'_> {
                 }
                 typed.push(adjustment.typed.as_str());
                 if let Some(fit) = self.fit(&recipe, world)? {
-                    return Ok(Some(said(&typed.join(" "), &fit)));
+                    return Ok(Some(description(&typed.join(" "), &fit)));
                 }
             }
         }
@@ -325,7 +325,7 @@ impl StepInputs<'_> {
     }
 }
 
-fn said(typed: &str, fit: &ParallelDecision) -> String {
+fn description(typed: &str, fit: &ParallelDecision) -> String {
     let strategy = parallel::named(fit.strategy);
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
 }
@@ -334,14 +334,14 @@ fn said(typed: &str, fit: &ParallelDecision) -> String {
 fn how<'a>(
     recipe: &Recipe,
     engine: &'a EngineOptions,
-    kind: ShardingStrategy,
+    strategy: ShardingStrategy,
     ranks: usize,
 ) -> Result<MemoryOptions<'a>> {
     Ok(MemoryOptions {
         dtype: engine.dtype,
         optimizer_state: OptimizerOptions::from(&recipe.optimizer).state_layout(),
-        kind,
-        mesh: kind.mesh_shape(ranks)?,
+        strategy,
+        mesh: strategy.mesh_shape(ranks)?,
         saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
             (StepInterval::Never, _) => Saving::Outputs,
             (_, false) => Saving::BetweenSteps,
@@ -362,7 +362,7 @@ fn how<'a>(
 }
 
 /// Returns the tokens of the largest possible micro-batch.
-pub fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
+pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
     let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.longest_row());
     let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
     let mut lengths: Vec<usize> =
@@ -401,10 +401,10 @@ mod tests {
         let inputs = StepInputs {
             base: &base,
             adapter_setup: None,
-            rows: Rows::Full,
+            row_lengths: Rows::Full,
             new_tokens: &[],
             engine: &EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0),
-            room: MemoryBudget::Local,
+            budget: MemoryBudget::Local,
             params: &ParamCache::default(),
         };
         let weights = |world: WorldSize| -> Result<Option<u64>> {

@@ -27,7 +27,7 @@ impl MemoryOptions<'_> {
     /// True if codes in fp8 are kept: the frozen weights are whole on the device.
     pub(super) fn keeps_codes(&self) -> bool {
         let role = ParamRole::Frozen;
-        !self.kind.sharding_spec(role).values.is_sharded() && !self.offload.has_values(role)
+        !self.strategy.sharding_spec(role).values.is_sharded() && !self.offload.has_values(role)
     }
 
     /// Returns the bytes of the kept codes of a parameter in fp8.

@@ -39,8 +39,8 @@ impl Plan {
         };
         let made = match train.max_steps {
             Some(_) => format!("it has {steps}"),
-            None if self.train.0.len() == 1 => format!("its one row makes {steps}"),
-            None => format!("its {} rows make {steps}", self.train.0.len()),
+            None if self.train.dataset.len() == 1 => format!("its one row makes {steps}"),
+            None => format!("its {} rows make {steps}", self.train.dataset.len()),
         };
         let keys = [
             (train.max_steps.is_some(), "train.max_steps=30"),
@@ -56,9 +56,9 @@ impl Plan {
 
     /// Returns a warning for each unusual setting, each in a sentence.
     pub(super) fn unusual_settings(&self) -> Vec<String> {
-        let found =
+        let warnings =
             [self.high_learning_rate(), self.wide_adapter(), self.few_steps(), self.late_evaluation()];
-        found.into_iter().flatten().chain(self.long_warm_up_ratio()).collect()
+        warnings.into_iter().flatten().chain(self.long_warm_up_ratio()).collect()
     }
 
     /// Returns the learning rate if it is far too high. Returns none for random weights and for the
@@ -112,7 +112,7 @@ impl Plan {
         let (steps, train) = (self.total_steps, &self.recipe.train);
         let steps_in_words = if steps == 1 { "one step".to_owned() } else { format!("{steps} steps") };
         (train.max_steps.is_none() && steps <= FEW_STEPS).then(|| {
-            let smaller = if self.micro_batches() > self.ranks {
+            let smaller = if self.micro_batches() > self.world_size {
                 "fewer rows a step (`train.gradient_accumulation_steps`), "
             } else {
                 ""

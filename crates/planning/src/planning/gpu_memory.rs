@@ -252,8 +252,10 @@ impl BlockStep<'_> {
         }
         let stages = of_tokens.into_iter().chain(of_channels).chain(self.of_per_layer_input());
         let groups = LinearGroup::in_order(false).into_iter().chain([LinearGroup::PerLayerModel]);
-        let kept = groups.filter(|group| self.keeps_panel(*group));
-        stages.max().unwrap_or(0) + kept.map(|group| self.kept_panel(group)).sum::<u64>() + self.of_streams()
+        let groups_with_panels = groups.filter(|group| self.keeps_panel(*group));
+        stages.max().unwrap_or(0)
+            + groups_with_panels.map(|group| self.kept_panel(group)).sum::<u64>()
+            + self.of_streams()
     }
 
     /// Returns the bytes of the f32 tensors of AltUp, over all stages: the streams, their
@@ -511,9 +513,9 @@ impl BlockStep<'_> {
             return 0;
         }
         let order = LinearGroup::in_order(in_backward);
-        let Some(place) = order.iter().position(|product| *product == group) else { return 0 };
+        let Some(index) = order.iter().position(|product| *product == group) else { return 0 };
         let dequantizes = |group: &&LinearGroup| self.dequantizes(**group);
-        let (begun, later) = order.split_at(place + 1);
+        let (begun, later) = order.split_at(index + 1);
         let next = later.iter().find(dequantizes).filter(|_| begun.iter().any(|group| dequantizes(&group)));
         next.map_or(0, |group| self.dequantized(*group))
     }

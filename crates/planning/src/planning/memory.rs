@@ -81,13 +81,13 @@ impl MemoryPlan {
     /// Returns the peak of [`MemoryPlan::tensors`] in `phase`. On the host, the process keeps the
     /// memory of a step for the next one, in any phase.
     pub fn in_phase(&self, phase: Phase, on_host: bool) -> u64 {
-        let kept = self.weights + self.gradients + self.optimizer + self.process;
+        let persistent = self.weights + self.gradients + self.optimizer + self.process;
         match phase {
             Phase::Meet => self.process,
-            Phase::Load => kept,
+            Phase::Load => persistent,
             _ if on_host => self.tensors(),
             Phase::Forward | Phase::Loss | Phase::Backward | Phase::Evaluate => self.tensors(),
-            _ => kept + self.saving,
+            _ => persistent + self.saving,
         }
     }
 
@@ -121,8 +121,8 @@ impl MemoryPlan {
 
     /// Returns the parts of [`MemoryPlan::total`] in words.
     pub(super) fn by_cause(&self) -> String {
-        let said = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
-        self.causes().into_iter().map(said).collect::<Vec<_>>().join(" + ")
+        let text_of = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
+        self.causes().into_iter().map(text_of).collect::<Vec<_>>().join(" + ")
     }
 
     /// Estimates a step of one rank over micro-batches of `tokens` tokens.
@@ -160,7 +160,7 @@ impl MemoryPlan {
         for desc in descs {
             let elements = desc.local_elements(options.mesh)?;
             let n = elements as u64;
-            let spec = options.kind.sharding_spec(desc.kind.role());
+            let spec = options.strategy.sharding_spec(desc.kind.role());
             let share = |placements: Placements| placements.parts(0, options.mesh) as u64;
             let (value, master) = weight_bytes(desc, options)?;
             let away = options.offload.has_values(desc.kind.role());
@@ -181,33 +181,33 @@ impl MemoryPlan {
             let state_away = options.offload.has_state() && !options.on_host;
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
             if desc.kind.trains() {
-                let kept = kept_gradients(desc, options);
-                let bytes = n * kept.size_in_bytes() as u64 / share(spec.gradients);
+                let dtype = kept_gradients(desc, options);
+                let bytes = n * dtype.size_in_bytes() as u64 / share(spec.gradients);
                 memory.add(away && !options.on_host, |m| &mut m.gradients, bytes);
                 let state = options.optimizer_state.bytes(elements) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
                 let is_part = spec.gradients.is_sharded() || away;
-                let elsewhere = is_part || rounds_from_f32(kept, options);
+                let elsewhere = is_part || rounds_from_f32(dtype, options);
                 of_segment.add_gradients(4 * n, elsewhere, options.accumulates, options.over_nccl);
                 longest = longest.max(n / share(spec.update));
             }
         }
         memory.in_flight += staged_bytes(options, longest);
-        let kept = kept_bytes(saved, recompute) as u64;
-        memory.activations = kept + carried_bytes(config, descs, *tokens, options.dtype);
+        let saved_bytes = kept_bytes(saved, recompute) as u64;
+        memory.activations = saved_bytes + carried_bytes(config, descs, *tokens, options.dtype);
         let temporaries = (temporary_values(config) * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
         memory.logits = (of_head + of_objective) as u64;
         // Blocks keep nothing while it is whole.
-        let table = table.most().saturating_sub(kept);
+        let table = table.most().saturating_sub(saved_bytes);
         let on_host = || Workspace::of(temporaries.max(table) + memory.logits);
         let of_step = on_gpu.as_ref().map(|step| step.workspace(recompute, saved).at_least(table));
         let Workspace { all, required } = of_step.unwrap_or_else(on_host);
         (memory.workspace, memory.optional) = (memory.in_flight + all, all - required);
         if options.over_nccl {
-            memory.nccl = nccl_bytes(options.kind, options.mesh, descs);
+            memory.nccl = nccl_bytes(options.strategy, options.mesh, descs);
         }
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let snapshot = snapshot_bytes(descs, has_adapter, options);
@@ -290,7 +290,7 @@ pub struct MemoryOptions<'a> {
     /// The tensors that the optimizer keeps beside each parameter.
     pub optimizer_state: StateLayout,
     /// The sharding of parameters over the ranks.
-    pub kind: ShardingStrategy,
+    pub strategy: ShardingStrategy,
     /// The number of ranks along each axis.
     pub mesh: MeshShape,
     /// The number of ranks that share frozen weights in the memory of one process.
@@ -326,9 +326,9 @@ impl MemoryOptions<'_> {
     pub(super) fn sharing(&self, desc: &ParamDesc, trains_rows: bool) -> u64 {
         let role = desc.kind.role();
         let is_shared =
-            !self.offload.has_values(role) && is_shareable(self.kind, role, desc.segment, trains_rows);
+            !self.offload.has_values(role) && is_shareable(self.strategy, role, desc.segment, trains_rows);
         let ranks = if is_shared { self.frozen_ranks } else { 1 };
-        (self.kind.sharding_spec(role).values.parts(0, self.mesh) * ranks) as u64
+        (self.strategy.sharding_spec(role).values.parts(0, self.mesh) * ranks) as u64
     }
 }
 
@@ -347,7 +347,7 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
         let [saved, gathered] = segments.entry(desc.segment).or_default();
         let updated = if is_updated_itself(desc.kind, options) { options.dtype } else { DType::F32 };
         *saved += updated.size_in_bytes() as u64 * n + state_bytes(desc);
-        if options.kind.sharding_spec(desc.kind.role()).update.parts(0, options.mesh) > 1 {
+        if options.strategy.sharding_spec(desc.kind.role()).update.parts(0, options.mesh) > 1 {
             *gathered += 8 * n + state_bytes(desc);
         }
     }
@@ -507,7 +507,7 @@ mod tests {
         let options = MemoryOptions {
             dtype: DType::BF16,
             optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
-            kind: ShardingStrategy::Single,
+            strategy: ShardingStrategy::Single,
             mesh: MeshShape::ONE,
             saving: Saving::Outputs,
             accumulates: false,
@@ -548,12 +548,12 @@ mod tests {
         let descs = [(Segment::Embed, 5000), (Segment::Block(0), 700), (Segment::Block(1), 900)]
             .map(|(segment, elements)| desc(segment, elements));
         let away = OffloadTarget::from(Offload::Params);
-        let total = |kind: ShardingStrategy, offload: &OffloadTarget, over_nccl| {
+        let total = |strategy: ShardingStrategy, offload: &OffloadTarget, over_nccl| {
             let options = MemoryOptions {
                 dtype: DType::F32,
                 optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
-                kind,
-                mesh: kind.mesh_shape(4)?,
+                strategy,
+                mesh: strategy.mesh_shape(4)?,
                 saving: Saving::Outputs,
                 accumulates: true,
                 master: MasterWeights::F32,

@@ -32,7 +32,7 @@ impl Plan {
             let needed = on_host.saturating_mul(ranks);
             (host, ranks, needed.saturating_add(self.counted_too(host.bound, ranks)))
         };
-        let free = match self.room {
+        let free = match self.budget {
             MemoryBudget::Agreed(free) if !self.engine.device.is_cpu() => free,
             _ => free_bytes(&self.engine.device),
         };
@@ -46,9 +46,9 @@ impl Plan {
                 format!("{ranks} {} of memory; {}", units::bytes(needed), host.bound.in_words(host.limit))
             }
             (_, Some(free)) if memory.kept() > free => {
-                let kept = units::bytes(memory.kept());
+                let persistent = units::bytes(memory.kept());
                 format!(
-                    "a rank keeps {kept} on its GPU; the least free memory of one is {}",
+                    "a rank keeps {persistent} on its GPU; the least free memory of one is {}",
                     units::bytes(free)
                 )
             }

@@ -51,7 +51,7 @@ impl MemoryParts {
         let mut parts = MemoryParts::default();
         let trains_rows = trains_rows(descs);
         for desc in descs {
-            let spec = options.kind.sharding_spec(desc.kind.role());
+            let spec = options.strategy.sharding_spec(desc.kind.role());
             let elements = desc.local_elements(options.mesh)?;
             let over = |placements: Placements| placements.parts(0, options.mesh) as u64;
             let (value, master) = weight_bytes(desc, options)?;
@@ -74,9 +74,9 @@ impl MemoryParts {
                 count(&mut parts.weights, format!("{MASTERS}{state_away}"), master, update);
             }
             if desc.kind.trains() {
-                let kept = kept_gradients(desc, options);
-                let bytes = (elements * kept.size_in_bytes()) as u64;
-                let gradients = format!("{} gradients{away}", kept.as_str());
+                let dtype = kept_gradients(desc, options);
+                let bytes = (elements * dtype.size_in_bytes()) as u64;
+                let gradients = format!("{} gradients{away}", dtype.as_str());
                 count(&mut parts.gradients, gradients, bytes, over(spec.gradients));
                 let int8 = options.optimizer_state.is_int8(elements);
                 let state = options.optimizer_state.bytes(elements) as u64;
@@ -148,7 +148,7 @@ mod tests {
         MemoryOptions {
             dtype: DType::F32,
             optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
-            kind: ShardingStrategy::Fsdp,
+            strategy: ShardingStrategy::Fsdp,
             mesh,
             saving: Saving::Outputs,
             accumulates: false,
@@ -183,8 +183,8 @@ mod tests {
         for (ranks, elements) in [(1, 80), (2, 40), (4, 20)] {
             let parts = parts(8, ranks)?;
             for groups in [parts.weights, parts.gradients] {
-                let found: Vec<_> = groups.iter().map(|g| [g.elements, g.bytes, g.over]).collect();
-                assert_eq!(found, [[elements, 4 * elements, 3]], "{ranks} ranks");
+                let sizes: Vec<_> = groups.iter().map(|g| [g.elements, g.bytes, g.over]).collect();
+                assert_eq!(sizes, [[elements, 4 * elements, 3]], "{ranks} ranks");
             }
         }
         let error = parts(7, 2).expect_err("7 rows for 2 ranks");

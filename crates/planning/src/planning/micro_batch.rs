@@ -41,7 +41,7 @@ impl StepInputs<'_> {
         let mut best = of(1);
         for size in (2..=rows).filter(|size| rows.is_multiple_of(*size)) {
             let split = of(size);
-            if widest_micro_batch(&split, self.rows) > useful {
+            if widest_micro_batch(&split, self.row_lengths) > useful {
                 break;
             }
             let Some(fit) = self.fit(&split, world)? else { break };

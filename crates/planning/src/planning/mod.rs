@@ -44,7 +44,8 @@ mod written_bytes;
 
 pub use fingerprint::RECIPE;
 pub use fit::MemoryBudget;
-pub use fit::{PlannedStep, Rows, StepInputs, process_bytes, widest_micro_batch};
+pub(crate) use fit::widest_micro_batch;
+pub use fit::{PlannedStep, Rows, StepInputs, process_bytes};
 pub use global_batch::{decide_accumulation, decide_rows, sampler_options};
 pub use good_sense::UnusualRate;
 pub(crate) use gpu_memory::COMMUNICATOR;
@@ -56,7 +57,7 @@ pub(crate) use memory_parts::{KeptGroup, MASTERS, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;
-pub use resolve::parameter_counts;
+pub(crate) use resolve::parameter_counts;
 pub use run_params::ParamCache;
 pub use warnings::held_out_report;
 pub use warnings::prompt_beyond_positions;

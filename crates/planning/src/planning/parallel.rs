@@ -165,8 +165,8 @@ pub(super) fn pick_strategy(
 }
 
 /// Returns the name of a strategy in a recipe.
-pub(super) fn named(kind: ShardingStrategy) -> Strategy {
-    match kind {
+pub(super) fn named(strategy: ShardingStrategy) -> Strategy {
+    match strategy {
         ShardingStrategy::Single => Strategy::Single,
         ShardingStrategy::Ddp => Strategy::Ddp,
         ShardingStrategy::Zero1 => Strategy::Zero1,

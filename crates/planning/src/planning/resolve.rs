@@ -22,12 +22,12 @@ use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Phase;
-use crate::data::{Dataset, Sampler};
+use crate::data::Sampler;
 use crate::error::Result;
 use crate::loading::BaseCheck;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions};
-use crate::loading::dataset::DatasetLoader;
+use crate::loading::dataset::{DatasetLoader, LoadedDataset};
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::{ResolvedSource, Resolver};
 use crate::model::ModelConfig;
@@ -48,11 +48,11 @@ pub struct Plan {
     /// The saved adapter that the run starts from, with its location.
     adapter_found: Option<ResolvedSource>,
     /// The tokenizer, the chat template and the rules of `[data]`.
-    pub rows: DatasetLoader,
+    pub dataset_loader: DatasetLoader,
     /// The training rows and their sources.
-    pub train: (Dataset, Vec<ResolvedSource>),
+    pub train: LoadedDataset,
     /// The held-out rows.
-    pub held_out: Option<(Dataset, Vec<ResolvedSource>)>,
+    pub held_out: Option<LoadedDataset>,
     /// Device, dtype, attention.
     pub engine: EngineOptions,
     /// The activations that forward keeps for backward (gradient checkpointing).
@@ -65,7 +65,7 @@ pub struct Plan {
     /// these ranks.
     pub global_batch: Option<usize>,
     /// Number of ranks that train together.
-    pub ranks: usize,
+    pub world_size: usize,
     /// The sharding of parameters over the ranks.
     pub strategy: ShardingStrategy,
     /// The reason for the strategy, if the recipe leaves it open.
@@ -76,7 +76,7 @@ pub struct Plan {
     /// The identity with the digest of every byte, once that is computed.
     whole_identity: OnceLock<ModelIdentity>,
     /// The memory that decided keys that are "auto".
-    pub(super) room: MemoryBudget,
+    pub(super) budget: MemoryBudget,
     params: ParamCache,
     /// The dtype of each tensor of the base, independent of the dtypes of a checkpoint.
     pub stored_dtypes: BTreeMap<String, StoredDtype>,
@@ -86,7 +86,7 @@ pub struct Plan {
 
 impl Plan {
     /// Finds model and data, and decides everything that the recipe leaves open, for `device` with
-    /// the memory `room`. `resumed` is the checkpoint to resume from. `now` is the time that the
+    /// the memory `budget`. `resumed` is the checkpoint to resume from. `now` is the time that the
     /// chat template sees.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Plan {
     pub fn resolve(
         mut recipe: Recipe,
         resolver: &Resolver<'_>,
-        (device, room): (Device, MemoryBudget),
+        (device, budget): (Device, MemoryBudget),
         world: WorldSize,
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
@@ -116,22 +116,22 @@ impl Plan {
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
-        adapter_setup.as_ref().and_then(AdapterSetup::note).into_iter().for_each(|note| resolver.warn(note));
+        adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
-        let rows = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
-        let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, resolver)?;
-        decide_accumulation(&mut recipe, Some(&train.0), world.all)?;
+        let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
+        let (train, held_out) = dataset_loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
+        decide_accumulation(&mut recipe, Some(&train.dataset), world.all)?;
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
-            rows: Rows::Of(&train.0),
+            row_lengths: Rows::Of(&train.dataset),
             new_tokens: &tokens,
             engine: &engine,
-            room,
+            budget,
             params: &ParamCache::default(),
         };
         inputs.split_rows(&mut recipe, world)?;
-        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
+        let total_steps = Sampler::new(&train.dataset, sampler_options(&recipe, world.all))?.total_steps();
         let ParallelDecision { strategy, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
@@ -143,7 +143,7 @@ impl Plan {
             base,
             adapter_setup,
             adapter_found,
-            rows,
+            dataset_loader,
             train,
             held_out,
             engine,
@@ -151,12 +151,12 @@ impl Plan {
             memory,
             total_steps,
             global_batch,
-            ranks: world.all,
+            world_size: world.all,
             strategy,
             why,
             sampled_identity: OnceLock::new(),
             whole_identity: OnceLock::new(),
-            room,
+            budget,
             // A new cache: the engine got its offload options after the decision, which can change
             // the parameters.
             params: ParamCache::default(),
@@ -194,17 +194,17 @@ impl Plan {
         if self.global_batch.is_some() {
             return format!(
                 "# Trained by {} with strategy \"{}\"; gradient_accumulation_steps was {} on each rank.\n{recipe}",
-                units::exact(self.ranks, "rank"),
+                units::exact(self.world_size, "rank"),
                 self.strategy(),
                 self.recipe.train.accumulation()
             );
         }
-        if self.ranks == 1 {
+        if self.world_size == 1 {
             return recipe;
         }
         format!(
             "# Trained by {} ranks with strategy \"{}\". To repeat the run, use the same number of ranks.\n{recipe}",
-            self.ranks,
+            self.world_size,
             self.strategy()
         )
     }
@@ -227,7 +227,7 @@ impl Plan {
     /// # Errors
     /// The data hold no row, or the sizes of a step are not usable.
     pub fn sampler(&self) -> Result<Sampler<'_>> {
-        Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
+        Sampler::new(&self.train.dataset, sampler_options(&self.recipe, self.world_size))
     }
 
     /// Returns the identity of the model that the run starts from. It has the digest of every byte
@@ -293,10 +293,10 @@ impl Plan {
 
     /// Returns the commit of each hub repository in use, by its id in the recipe.
     pub fn commits(&self) -> BTreeMap<String, String> {
-        let rows = self.held_out.iter().chain([&self.train]).flat_map(|(_, found)| found);
-        let found = rows.chain(&self.adapter_found).chain([&self.base.found]);
+        let rows = self.held_out.iter().chain([&self.train]).flat_map(|data| &data.sources);
+        let sources = rows.chain(&self.adapter_found).chain([&self.base.found]);
         let mut commits = BTreeMap::new();
-        for (id, commit) in found.filter_map(|found| Some((&found.id, found.commit.as_ref()?))) {
+        for (id, commit) in sources.filter_map(|source| Some((&source.id, source.commit.as_ref()?))) {
             // Training rows and held-out rows may come from two commits of a repository.
             let other = commits.get(id).is_some_and(|known| known != commit);
             let id = if other { format!("{id}@{commit}") } else { id.clone() };
@@ -307,7 +307,7 @@ impl Plan {
 
     /// Returns the micro-batches of a step, summed over all ranks.
     pub fn micro_batches(&self) -> usize {
-        self.recipe.train.accumulation().saturating_mul(self.ranks)
+        self.recipe.train.accumulation().saturating_mul(self.world_size)
     }
 
     /// Returns the inputs of the memory and time estimates. New tokens are part of the adapter, if
@@ -316,17 +316,17 @@ impl Plan {
         StepInputs {
             base: &self.base,
             adapter_setup: self.adapter_setup.as_ref(),
-            rows: Rows::Of(&self.train.0),
+            row_lengths: Rows::Of(&self.train.dataset),
             new_tokens: &[],
             engine: &self.engine,
-            room: self.room,
+            budget: self.budget,
             params: &self.params,
         }
     }
 
     /// Returns the ranks of the run, as if one host had all of them.
     pub fn world(&self) -> WorldSize {
-        WorldSize { here: self.engine.frozen.ranks(), ..WorldSize::in_one_process(self.ranks) }
+        WorldSize { here: self.engine.frozen.ranks(), ..WorldSize::in_one_process(self.world_size) }
     }
 
     /// Returns unused settings that free device memory in `phase`, as typed flags with the bytes a
@@ -351,7 +351,7 @@ impl Plan {
 }
 
 /// Returns the number of trainable parameters among `descs`, and of all of them.
-pub fn parameter_counts(descs: &[ParamDesc]) -> (u64, u64) {
+pub(crate) fn parameter_counts(descs: &[ParamDesc]) -> (u64, u64) {
     let count = |trainable: bool| {
         let counted = descs.iter().filter(|desc| desc.kind.trains() || !trainable);
         counted.map(|desc| desc.global_elements() as u64).sum()

@@ -18,7 +18,7 @@ pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Re
     // The trained parameters of a segment form one bucket, but for the table of per-layer inputs.
     let mut trained: BTreeMap<(Segment, bool, usize), TrainedRun> = BTreeMap::new();
     for desc in descs {
-        let spec = options.kind.sharding_spec(desc.kind.role());
+        let spec = options.strategy.sharding_spec(desc.kind.role());
         let (value, _) = weight_bytes(desc, options)?;
         if spec.values.is_sharded() {
             *gathered.entry(desc.segment).or_default() += value as usize;

@@ -40,7 +40,7 @@ impl Plan {
         let mut warnings = Vec::new();
         for (end, others) in tokens_with_the_same_row(files, head, &ends)? {
             if others >= MANY {
-                let token = self.rows.tokenizer.token(end).unwrap_or_default();
+                let token = self.dataset_loader.tokenizer.token(end).unwrap_or_default();
                 let least = ((others + 1) as f64).ln();
                 warnings.push(format!(
                     "answers end in `{token}`, which this run cannot learn to write: the output layer has the same row for \
@@ -62,10 +62,10 @@ impl Plan {
             return BTreeSet::new();
         }
         let trained: BTreeSet<u32> = adapter.rows.values().flatten().copied().collect();
-        let tokenizer = &self.rows.tokenizer;
+        let tokenizer = &self.dataset_loader.tokenizer;
         let is_end = |id: &u32| tokenizer.is_special(*id) || tokenizer.eos_ids().contains(id);
         let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
-        let ends = self.train.0.examples().iter().flat_map(trained_ends);
+        let ends = self.train.dataset.examples().iter().flat_map(trained_ends);
         ends.for_each(|id| *counts.entry(id).or_default() += 1);
         let all: usize = counts.values().sum();
         let often = counts.into_iter().filter(|(_, count)| count * RARE >= all).map(|(id, _)| id);
@@ -87,13 +87,13 @@ fn tokens_with_the_same_row(
     tokens: &BTreeSet<u32>,
 ) -> Result<Vec<(u32, usize)>> {
     let [vocab, hidden] = files.require(head)?.shape[..] else { return Ok(Vec::new()) };
-    let mut found = Vec::new();
+    let mut unlearnable = Vec::new();
     for token in tokens.iter().filter(|token| (**token as usize) < vocab) {
         let mut row = vec![0.0; hidden];
         files.read_part(head, *token as usize * hidden, &mut row)?;
-        found.push((*token, row, 0));
+        unlearnable.push((*token, row, 0));
     }
-    if found.is_empty() {
+    if unlearnable.is_empty() {
         return Ok(Vec::new());
     }
     let rows_at_once = (BLOCK / hidden.max(1)).clamp(1, vocab.max(1));
@@ -101,13 +101,13 @@ fn tokens_with_the_same_row(
     for first in (0..vocab).step_by(rows_at_once) {
         let block = &mut block[..rows_at_once.min(vocab - first) * hidden];
         files.read_part(head, first * hidden, block)?;
-        for (_, row, same) in &mut found {
+        for (_, row, same) in &mut unlearnable {
             *same += block.par_chunks(hidden).filter(|other| are_same(row, other)).count();
         }
     }
     files.discard(head);
     // Each row equals itself.
-    Ok(found.into_iter().map(|(token, _, same)| (token, same.saturating_sub(1))).collect())
+    Ok(unlearnable.into_iter().map(|(token, _, same)| (token, same.saturating_sub(1))).collect())
 }
 
 /// Returns true if two rows differ by at most [`SAME_ROW`] of the length of the first.

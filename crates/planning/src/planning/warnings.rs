@@ -22,8 +22,8 @@ pub fn held_out_report(held_out: &Dataset, train: &Dataset) -> String {
 impl Plan {
     /// Returns the warnings before the run, each in a sentence.
     pub fn warnings(&self) -> Vec<String> {
-        let held_out = self.held_out.as_ref().map(|(held_out, _)| held_out);
-        let data = [Some(&self.train.0), held_out].into_iter().flatten();
+        let held_out = self.held_out.as_ref().map(|held_out| &held_out.dataset);
+        let data = [Some(&self.train.dataset), held_out].into_iter().flatten();
         let schedule = self.schedule().ok().and_then(|schedule| short_warm_up(&schedule));
         let rows = data.filter_map(|data| self.long_rows(data));
         rows.chain(schedule)
@@ -34,8 +34,8 @@ impl Plan {
 
     /// Returns the report on the held-out rows; none without such rows.
     pub fn held_out_report(&self) -> Option<String> {
-        let (held_out, _) = self.held_out.as_ref()?;
-        Some(held_out_report(held_out, &self.train.0))
+        let held_out = self.held_out.as_ref()?;
+        Some(held_out_report(&held_out.dataset, &self.train.dataset))
     }
 
     /// Warns of rows with more tokens than the model has positions.
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use crate::recipe::SchedulerKind;
 
-    fn said(kind: SchedulerKind, warmup_steps: u64, total_steps: u64) -> Option<String> {
+    fn warm_up_warning(kind: SchedulerKind, warmup_steps: u64, total_steps: u64) -> Option<String> {
         short_warm_up(&Schedule {
             kind,
             learning_rate: 1e-4,
@@ -126,11 +126,11 @@ mod tests {
 
     #[test]
     fn a_warm_up_as_long_as_the_run_is_said() {
-        assert_eq!(said(SchedulerKind::Cosine, 1, 1), None, "such a run is refused");
-        let some = said(SchedulerKind::Linear, 8, 4).expect("a low rate");
+        assert_eq!(warm_up_warning(SchedulerKind::Cosine, 1, 1), None, "such a run is refused");
+        let some = warm_up_warning(SchedulerKind::Linear, 8, 4).expect("a low rate");
         assert!(some.contains("reaches 3.75e-5 of 1.00e-4"), "{some}");
-        assert_eq!(said(SchedulerKind::Cosine, 1, 2), None);
-        assert_eq!(said(SchedulerKind::Cosine, 0, 1), None);
-        assert_eq!(said(SchedulerKind::Constant, 1, 1), None);
+        assert_eq!(warm_up_warning(SchedulerKind::Cosine, 1, 2), None);
+        assert_eq!(warm_up_warning(SchedulerKind::Cosine, 0, 1), None);
+        assert_eq!(warm_up_warning(SchedulerKind::Constant, 1, 1), None);
     }
 }

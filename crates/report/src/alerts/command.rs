@@ -1,4 +1,4 @@
-//! A program that finetune starts for each alarm.
+//! A program that finetune starts for each alert.
 
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
@@ -13,7 +13,7 @@ use crate::program;
 /// Time limit of a program, with all processes that it started.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A program and its arguments. It gets the alarm as a line of JSON on its input and in its
+/// A program and its arguments. It gets the alert as a line of JSON on its input and in its
 /// environment; its output is discarded. A [`guard`] starts and ends it.
 pub(super) struct AlertCommand {
     words: Vec<String>,
@@ -25,13 +25,13 @@ impl AlertCommand {
         AlertCommand { words }
     }
 
-    fn start(&self, alarm: &OutgoingAlert) -> std::io::Result<Child> {
+    fn start(&self, outgoing: &OutgoingAlert) -> std::io::Result<Child> {
         let mut command = Command::new(program::own()?);
         command.arg(guard::ARGUMENT).arg(std::process::id().to_string()).arg(TIMEOUT.as_millis().to_string());
         command.args(&self.words);
-        command.env("FINETUNE_ALERT_RULE", alarm.alarm.rule);
-        command.env("FINETUNE_ALERT_STEP", alarm.alarm.step.to_string());
-        command.env("FINETUNE_ALERT_MESSAGE", &alarm.alarm.message);
+        command.env("FINETUNE_ALERT_RULE", outgoing.alert.rule);
+        command.env("FINETUNE_ALERT_STEP", outgoing.alert.step.to_string());
+        command.env("FINETUNE_ALERT_MESSAGE", &outgoing.alert.message);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         // A group of its own: Ctrl-C ends the run and not the message about it.
         command.process_group(0).spawn()
@@ -43,11 +43,11 @@ impl AlertChannel for AlertCommand {
         format!("the program `{}`", self.words.first().map_or("", String::as_str))
     }
 
-    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
-        let mut guard = self.start(alarm).map_err(|error| error.to_string())?;
+    fn send(&self, alert: &OutgoingAlert) -> Result<(), String> {
+        let mut guard = self.start(alert).map_err(|error| error.to_string())?;
         if let Some(mut input) = guard.stdin.take() {
-            // A program need not read; the alarm fits into the pipe.
-            drop(writeln!(input, "{}", alarm.to_json()));
+            // A program need not read; the alert fits into the pipe.
+            drop(writeln!(input, "{}", alert.to_json()));
         }
         let ended = guard.wait_with_output().map_err(|error| error.to_string())?;
         if !ended.stdout.is_empty() {

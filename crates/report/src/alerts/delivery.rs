@@ -1,4 +1,4 @@
-//! Delivers alarms to a program or a server: a thread and a short queue each, so that neither slows
+//! Delivers alerts to a program or a server: a thread and a short queue each, so that neither slows
 //! the run.
 
 use std::time::Instant;
@@ -7,16 +7,16 @@ use super::alert::OutgoingAlert;
 use crate::delivery::{DeliveryQueue, HandOverRefusal};
 use crate::terminal::Terminal;
 
-/// Most alarms that wait for delivery; an incident has one, so this is enough.
+/// Most alerts that wait for delivery; an incident has one, so this is enough.
 const WAITING: usize = 16;
 
-/// A receiver of alarms.
+/// A receiver of alerts.
 pub(super) trait AlertChannel: Send + 'static {
     /// Returns its name for messages.
     fn name(&self) -> String;
 
-    /// Delivers one alarm, which may take long; an error gives the reason of a failure.
-    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String>;
+    /// Delivers one alert, which may take long; an error gives the reason of a failure.
+    fn send(&self, alert: &OutgoingAlert) -> Result<(), String>;
 }
 
 /// The thread of a channel.
@@ -30,16 +30,16 @@ pub(super) struct DeliveryThread {
 impl DeliveryThread {
     /// Starts the thread; prints a warning and returns none if the system starts no thread.
     pub(super) fn start(channel: impl AlertChannel, terminal: &Terminal) -> Option<Self> {
-        let (name, told) = (channel.name(), terminal.clone());
-        let queue = DeliveryQueue::start("alarms", WAITING, move |alarms| {
+        let (name, warnings) = (channel.name(), terminal.clone());
+        let queue = DeliveryQueue::start("alerts", WAITING, move |alerts| {
             let mut has_failed = false;
-            for alarm in alarms {
-                match channel.send(&alarm) {
+            for alert in alerts {
+                match channel.send(&alert) {
                     Ok(()) => has_failed = false,
-                    // One warning per series of failures: alerts.jsonl holds every alarm.
+                    // One warning per series of failures: alerts.jsonl holds every alert.
                     Err(why) => {
                         if !std::mem::replace(&mut has_failed, true) {
-                            told.warn(format!("an alarm did not reach {}: {why}", channel.name()));
+                            warnings.warn(format!("an alert did not reach {}: {why}", channel.name()));
                         }
                     }
                 }
@@ -48,29 +48,32 @@ impl DeliveryThread {
         match queue {
             Ok(queue) => Some(DeliveryThread { name, queue, terminal: terminal.clone(), has_dropped: false }),
             Err(error) => {
-                terminal.warn(format!("cannot send alarms to {name}: {}", error.in_one_line()));
+                terminal.warn(format!("cannot send alerts to {name}: {}", error.in_one_line()));
                 None
             }
         }
     }
 
-    /// Queues an alarm, and does not wait.
-    pub(super) fn hand_over(&mut self, alarm: OutgoingAlert) {
-        let Err(refusal) = self.queue.hand_over(alarm) else { return };
+    /// Queues an alert, and does not wait.
+    pub(super) fn hand_over(&mut self, alert: OutgoingAlert) {
+        let Err(refusal) = self.queue.hand_over(alert) else { return };
         if !std::mem::replace(&mut self.has_dropped, true) {
             let name = &self.name;
             let why = match refusal {
                 HandOverRefusal::Full => format!("{WAITING} already wait for {name}"),
                 HandOverRefusal::Ended => format!("the thread that sends them to {name} has ended"),
             };
-            self.terminal.warn(format!("dropping alarms: {why}"));
+            self.terminal.warn(format!("dropping alerts: {why}"));
         }
     }
 
-    /// Waits for the delivery of queued alarms, at most until `until`.
+    /// Waits for the delivery of queued alerts, at most until `until`.
     pub(super) fn finish(self, until: Instant, pulse: &dyn Fn()) {
         if !self.queue.finish(until, pulse) {
-            self.terminal.warn(format!("not all alarms had reached {} when the run was over", self.name));
+            self.terminal.warn(format!(
+                "not all alerts had reached {} when the run was over; alerts.jsonl has all of them",
+                self.name
+            ));
         }
     }
 }
@@ -81,7 +84,7 @@ mod tests {
     use super::*;
     use crate::Verbosity;
 
-    /// A channel whose thread ends at the first alarm.
+    /// A channel whose thread ends at the first alert.
     struct Ending;
 
     impl AlertChannel for Ending {
@@ -89,7 +92,7 @@ mod tests {
             "nobody".to_owned()
         }
 
-        fn send(&self, _alarm: &OutgoingAlert) -> Result<(), String> {
+        fn send(&self, _alert: &OutgoingAlert) -> Result<(), String> {
             std::panic::resume_unwind(Box::new("ended"))
         }
     }
@@ -101,12 +104,12 @@ mod tests {
         let mut thread = DeliveryThread::start(Ending, &terminal).unwrap();
         let begun = Instant::now();
         while !thread.has_dropped && begun.elapsed().as_secs() < 240 {
-            let alarm =
+            let alert =
                 Alert { rule: "stall", step: 1, value: None, message: "m".into(), time: "now".into() };
-            thread.hand_over(OutgoingAlert::new(alarm, "out", "host"));
+            thread.hand_over(OutgoingAlert::new(alert, "out", "host"));
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
-        let told = std::fs::read_to_string(file.path()).unwrap();
-        assert_eq!(told, "warning: dropping alarms: the thread that sends them to nobody has ended\n");
+        let printed = std::fs::read_to_string(file.path()).unwrap();
+        assert_eq!(printed, "warning: dropping alerts: the thread that sends them to nobody has ended\n");
     }
 }

@@ -1,4 +1,4 @@
-//! The process between a run and its alarm program, so that the program never outlives the run.
+//! The process between a run and its alert program, so that the program never outlives the run.
 //!
 //! A killed run (`kill -9`) cannot end its children. So finetune starts itself as a guard, which
 //! starts the program in a process group. The guard kills the group when the time is over or the
@@ -19,7 +19,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// The first argument of finetune as a guard; then follow the run's process id, the time limit in
 /// milliseconds, and the program with its arguments.
-pub(super) const ARGUMENT: &str = "alarm-guard";
+pub(super) const ARGUMENT: &str = "alert-guard";
 /// The pause between two checks of the program and the run.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Most checks for remaining processes after a kill.

@@ -1,8 +1,8 @@
-//! Alarms: detects trouble in a run, and notifies the user once per incident.
+//! Alerts: detects trouble in a run, and notifies the user once per incident.
 //!
 //! [`rules`] check the reports of the run; a thread with a clock watches for steps that do not end.
-//! An alarm is a line in alerts.jsonl. It also goes to a program and to a server if the user named
-//! them, and to the terminal unless the run prints the same itself. Alarms neither slow nor end a
+//! An alert is a line in alerts.jsonl. It also goes to a program and to a server if the user named
+//! them, and to the terminal unless the run prints the same itself. Alerts neither slow nor end a
 //! run.
 
 mod alert;
@@ -42,12 +42,12 @@ const LEAST_STALL: Duration = Duration::from_secs(60);
 const TICK: Duration = Duration::from_secs(1);
 /// The pause between two checks of the disk.
 const DISK_PAUSE: Duration = Duration::from_secs(1);
-/// Time that an ended run waits for the delivery of alarms.
+/// Time that an ended run waits for the delivery of alerts.
 pub(crate) const LAST_WAIT: Duration = Duration::from_secs(10);
 /// The same for a failed run, since other ranks may wait for its end.
 const SHORT_WAIT: Duration = Duration::from_secs(2);
 
-/// Checks the address of a server for alarms.
+/// Checks the address of a server for alerts.
 ///
 /// # Errors
 /// `User` if `address` or the proxy of the environment is not a usable address.
@@ -55,11 +55,11 @@ pub fn check_webhook(address: &str) -> Result<()> {
     AlertWebhook::new(address).map(drop)
 }
 
-/// The rules of a run's alarms, and their receivers.
+/// The rules of a run's alerts, and their receivers.
 pub struct AlertOptions {
     /// The rules in use.
     pub rules: Vec<AlertRule>,
-    /// The file that gets a line for each alarm.
+    /// The file that gets a line for each alert.
     pub file: PathBuf,
     /// The name of the run.
     pub run: String,
@@ -78,9 +78,9 @@ pub struct AlertOptions {
 /// Updates in a row after which a skipped step is a new incident.
 const SKIPS_APART: u64 = 20;
 
-/// Raises alarms about a run.
+/// Raises alerts about a run.
 pub struct Alerts {
-    desk: Arc<Mutex<AlertManager>>,
+    manager: Arc<Mutex<AlertManager>>,
     spikes: LossSpikes,
     still: StillGradients,
     waiting: WaitingDevice,
@@ -94,7 +94,7 @@ pub struct Alerts {
     clock: Option<SyncSender<()>>,
 }
 
-/// The receiver of alarms from the listener and from the thread with the clock.
+/// The receiver of alerts from the listener and from the thread with the clock.
 struct AlertManager {
     rules: HashSet<AlertRule>,
     file: PathBuf,
@@ -107,47 +107,47 @@ struct AlertManager {
     step: u64,
 }
 
-/// The manager of this process's run, for an alarm after its listener is blocked.
-static DESK: Mutex<Weak<Mutex<AlertManager>>> = Mutex::new(Weak::new());
+/// The manager of this process's run, for an alert after its listener is blocked.
+static MANAGER: Mutex<Weak<Mutex<AlertManager>>> = Mutex::new(Weak::new());
 
-/// Raises the alarm for a hang, from the thread that is about to end the process, and waits shortly
+/// Raises the alert for a hang, from the thread that is about to end the process, and waits shortly
 /// for its delivery. Does nothing without a running manager, and waits for no lock, since the
 /// hanging thread may hold it.
 pub fn raise_hang(error: &Error) {
-    let desk = DESK.try_lock().ok().and_then(|desk| desk.upgrade());
-    let Some(mut desk) = desk.as_ref().and_then(|desk| desk.try_lock().ok()) else { return };
-    let (step, message) = (desk.step, format!("the run has ended: {}", error.in_one_line()));
-    desk.raise(AlertRule::Stall, step, Finding { value: None, message }, true);
-    desk.finish(SHORT_WAIT, &|| ());
+    let manager = MANAGER.try_lock().ok().and_then(|manager| manager.upgrade());
+    let Some(mut manager) = manager.as_ref().and_then(|manager| manager.try_lock().ok()) else { return };
+    let (step, message) = (manager.step, format!("the run has ended: {}", error.in_one_line()));
+    manager.raise(AlertRule::Stall, step, Finding { value: None, message }, true);
+    manager.finish(SHORT_WAIT, &|| ());
 }
 
 impl AlertManager {
-    /// Raises the alarm `finding` of `rule` if that rule is in use; prints it unless `is_said`.
-    fn raise(&mut self, rule: AlertRule, step: u64, finding: Finding, is_said: bool) {
+    /// Raises the alert `finding` of `rule` if that rule is in use; prints it unless `is_printed`.
+    fn raise(&mut self, rule: AlertRule, step: u64, finding: Finding, is_printed: bool) {
         if !self.rules.contains(&rule) {
             return;
         }
-        if !is_said {
+        if !is_printed {
             self.terminal.warn(&finding.message);
         }
         let Finding { value, message } = finding;
         let time = clock::now_as_text();
         let value = value.filter(|value| value.is_finite());
-        let alarm = Alert { rule: rule.as_str(), step, value, message, time };
-        self.write(&alarm);
-        let outgoing = OutgoingAlert::new(alarm, &self.run, &self.host);
+        let alert = Alert { rule: rule.as_str(), step, value, message, time };
+        self.write(&alert);
+        let outgoing = OutgoingAlert::new(alert, &self.run, &self.host);
         self.couriers.iter_mut().for_each(|courier| courier.hand_over(outgoing.clone()));
     }
 
-    /// Ends the channels, and waits up to `wait` for alarms in delivery.
+    /// Ends the channels, and waits up to `wait` for alerts in delivery.
     fn finish(&mut self, wait: Duration, pulse: &dyn Fn()) {
         let until = Instant::now() + wait;
         std::mem::take(&mut self.couriers).into_iter().for_each(|courier| courier.finish(until, pulse));
     }
 
     /// Appends a line to the file, which the first line creates.
-    fn write(&mut self, alarm: &Alert) {
-        let line = serde_json::to_string(alarm).unwrap_or_default();
+    fn write(&mut self, alert: &Alert) {
+        let line = serde_json::to_string(alert).unwrap_or_default();
         // Opening a pipe for writing would wait for its reader, and a link may have appeared during
         // the run.
         let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
@@ -162,7 +162,7 @@ impl AlertManager {
 }
 
 impl Alerts {
-    /// Starts the alarms of `options`, which also print to `terminal`.
+    /// Starts the alerts of `options`, which also print to `terminal`.
     ///
     /// # Errors
     /// The address of the server or the proxy is unusable.
@@ -174,7 +174,7 @@ impl Alerts {
             couriers.extend(DeliveryThread::start(AlertWebhook::new(&address)?, terminal));
         }
         let rules: HashSet<AlertRule> = rules.into_iter().collect();
-        let desk = AlertManager {
+        let manager = AlertManager {
             rules,
             file,
             run,
@@ -185,7 +185,7 @@ impl Alerts {
             step: 0,
         };
         Ok(Alerts {
-            desk: Arc::new(Mutex::new(desk)),
+            manager: Arc::new(Mutex::new(manager)),
             spikes: LossSpikes::default(),
             still: StillGradients::default(),
             waiting: WaitingDevice::default(),
@@ -205,34 +205,34 @@ impl Alerts {
         }
         self.looked = Some(Instant::now());
         if let Some(finding) = (self.room)().and_then(|room| self.disk.look(step, room)) {
-            locked(&self.desk).raise(AlertRule::LowDisk, step, finding, false);
+            locked(&self.manager).raise(AlertRule::LowDisk, step, finding, false);
         }
     }
 
-    /// Stops the clock and the channels, and waits up to `wait` for alarms in delivery.
+    /// Stops the clock and the channels, and waits up to `wait` for alerts in delivery.
     fn close(&mut self, wait: Duration, pulse: &dyn Fn()) {
         self.clock = None;
-        locked(&self.desk).finish(wait, pulse);
+        locked(&self.manager).finish(wait, pulse);
     }
 }
 
 impl RunListener for Alerts {
     fn what(&self) -> &'static str {
-        "alarms"
+        "alerts"
     }
 
     fn begin(&mut self, done: u64, _total: u64) -> Result<()> {
         locked(&self.stall).moved(done, None);
-        locked(&self.desk).step = done;
-        *locked(&DESK) = Arc::downgrade(&self.desk);
-        let (stall, desk) = (Arc::clone(&self.stall), Arc::clone(&self.desk));
+        locked(&self.manager).step = done;
+        *locked(&MANAGER) = Arc::downgrade(&self.manager);
+        let (stall, manager) = (Arc::clone(&self.stall), Arc::clone(&self.manager));
         self.clock = Some(watch_time(TICK, move |passed| {
-            // The watch is released first: no thread may hold it together with the desk.
+            // The watch is released first: no thread may hold it together with the manager.
             let mut watch = locked(&stall);
-            let (found, step) = (watch.tick(passed), watch.step());
+            let (stalled, step) = (watch.tick(passed), watch.step());
             drop(watch);
-            if let Some(finding) = found {
-                locked(&desk).raise(AlertRule::Stall, step, finding, false);
+            if let Some(finding) = stalled {
+                locked(&manager).raise(AlertRule::Stall, step, finding, false);
             }
         })?);
         self.look_at_disk(done);
@@ -243,16 +243,16 @@ impl RunListener for Alerts {
         locked(&self.stall).moved(report.step, Some(report.step_secs.max(report.all_parts())));
         self.updates_since_skip =
             self.updates_since_skip.map(|updates| updates + 1).filter(|updates| *updates < SKIPS_APART);
-        locked(&self.desk).step = report.step;
+        locked(&self.manager).step = report.step;
         // The run itself warns about losses and norms.
-        let found = [
+        let findings = [
             (AlertRule::LossSpike, self.spikes.after(report), true),
             (AlertRule::NoProgress, self.still.after(report), true),
             (AlertRule::IdleDevice, self.waiting.after(report), false),
         ];
-        for (rule, finding, is_said) in found {
+        for (rule, finding, is_printed) in findings {
             if let Some(finding) = finding {
-                locked(&self.desk).raise(rule, report.step, finding, is_said);
+                locked(&self.manager).raise(rule, report.step, finding, is_printed);
             }
         }
         self.look_at_disk(report.step);
@@ -264,17 +264,22 @@ impl RunListener for Alerts {
         Ok(())
     }
 
-    fn aside(&mut self) {
-        locked(&self.stall).aside();
+    fn pause_step_timer(&mut self) {
+        locked(&self.stall).pause();
     }
 
     fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
         locked(&self.stall).moved(step.step, None);
-        locked(&self.desk).step = step.step;
+        locked(&self.manager).step = step.step;
         // Steps in a row, or few steps apart, are one incident.
         if self.updates_since_skip.replace(0).is_none() {
             let message = format!("step {} diverged and updated nothing: {}", step.step, step.skipped);
-            locked(&self.desk).raise(AlertRule::NonFinite, step.step, Finding { value: None, message }, true);
+            locked(&self.manager).raise(
+                AlertRule::NonFinite,
+                step.step,
+                Finding { value: None, message },
+                true,
+            );
         }
         Ok(())
     }
@@ -289,7 +294,7 @@ impl RunListener for Alerts {
         if has_diverged {
             let step = locked(&self.stall).step() + 1;
             let message = format!("the run has ended: {}", error.in_one_line());
-            locked(&self.desk).raise(AlertRule::NonFinite, step, Finding { value: None, message }, true);
+            locked(&self.manager).raise(AlertRule::NonFinite, step, Finding { value: None, message }, true);
         }
         self.close(if has_diverged { LAST_WAIT } else { SHORT_WAIT }, pulse);
         Ok(())

@@ -17,11 +17,11 @@ const COMPARED: (usize, usize) = (64, 16);
 const DEVIATIONS: f64 = 6.0;
 /// Nats of a spike above their mean, at least: if losses hardly differ, deviations mean little.
 const LEAST_RISE: f64 = 0.5;
-/// Steps without a gradient before an alarm.
+/// Steps without a gradient before an alert.
 const STILL_STEPS: u64 = 3;
 /// Steps over which waiting is counted, and steps without trouble that end an incident.
 const WINDOW: usize = 20;
-/// The share of the time that a device may wait without an alarm.
+/// The share of the time that a device may wait without an alert.
 const IDLE_SHARE: f64 = 0.5;
 /// The shortest meaningful window: overhead dominates steps of milliseconds.
 const LEAST_WINDOW_SECS: f64 = 1.0;
@@ -144,13 +144,13 @@ impl WaitingDevice {
         let is_known = self.steps.len() == WINDOW && all >= LEAST_WINDOW_SECS;
         let is_trouble = is_known && share > IDLE_SHARE;
         self.latch.is_news(is_trouble).then(|| {
-            let said: Vec<String> =
+            let texts: Vec<String> =
                 parts.iter().map(|(what, secs)| format!("{:.0} % {what}", 100.0 * secs / all)).collect();
             let message = format!(
                 "step {}: the device has waited for {:.0} % of the last {WINDOW} steps: {}",
                 report.step,
                 100.0 * share,
-                said.join(", ")
+                texts.join(", ")
             );
             Finding { value: Some(share), message }
         })
@@ -203,7 +203,7 @@ pub(super) struct StallWatch {
     step: u64,
     secs: VecDeque<f64>,
     waited: Duration,
-    is_aside: bool,
+    is_paused: bool,
     latch: Cooldown<WINDOW>,
 }
 
@@ -211,13 +211,13 @@ impl StallWatch {
     /// Creates the rule; a stall is at least as long as `least`.
     pub(super) fn new(least: Duration) -> Self {
         let (secs, latch) = (VecDeque::new(), Cooldown::default());
-        StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_aside: false, latch }
+        StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_paused: false, latch }
     }
 
     /// Records that step `step` ended, `secs` seconds after the one before; without `secs`, other
     /// activity.
     pub(super) fn moved(&mut self, step: u64, secs: Option<f64>) {
-        (self.step, self.waited, self.is_aside) = (step, Duration::ZERO, false);
+        (self.step, self.waited, self.is_paused) = (step, Duration::ZERO, false);
         if let Some(secs) = secs {
             self.secs.push_back(secs);
             if self.secs.len() > MEDIAN_OF.0 {
@@ -228,8 +228,8 @@ impl StallWatch {
     }
 
     /// Records the start of other work than a step, which may take long.
-    pub(super) fn aside(&mut self) {
-        (self.waited, self.is_aside) = (Duration::ZERO, true);
+    pub(super) fn pause(&mut self) {
+        (self.waited, self.is_paused) = (Duration::ZERO, true);
     }
 
     /// Returns the last step that ended.
@@ -265,7 +265,7 @@ impl StallWatch {
         let steps =
             Duration::try_from_secs_f64(STALL_STEPS * median.unwrap_or_default()).unwrap_or(Duration::MAX);
         let limit = steps.max(self.least);
-        if self.is_aside || median.is_none() { limit.saturating_mul(ASIDE) } else { limit }
+        if self.is_paused || median.is_none() { limit.saturating_mul(ASIDE) } else { limit }
     }
 }
 

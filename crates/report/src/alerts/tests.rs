@@ -10,7 +10,7 @@ struct TestRun {
     server: ServerDouble,
 }
 
-/// A run whose alarms go to a server.
+/// A run whose alerts go to a server.
 fn run(rules: &[AlertRule], free: u64) -> TestRun {
     let folder = tempfile::tempdir().unwrap();
     let said = std::fs::File::create(folder.path().join("said")).unwrap();
@@ -45,7 +45,7 @@ fn skipped(step: u64) -> SkippedStep {
 }
 
 #[test]
-fn an_alarm_is_a_line_in_the_file_and_goes_out() {
+fn an_alert_is_a_line_in_the_file_and_goes_out() {
     let mut run = run(AlertRule::ALL, 1 << 29);
     run.alerts.begin(0, 100).unwrap();
     for step in 1..=3 {
@@ -82,7 +82,7 @@ fn steps_that_are_skipped_close_together_are_one_incident() {
 }
 
 #[test]
-fn what_only_alarms_see_is_on_the_terminal_too() {
+fn what_only_alerts_see_is_on_the_terminal_too() {
     let mut run = run(&[AlertRule::LowDisk], 1 << 10);
     run.alerts.begin(0, 100).unwrap();
     run.alerts.skipped(&skipped(1)).unwrap();
@@ -105,9 +105,9 @@ fn a_run_that_ends_diverged_says_so_before_it_ends() {
 
 #[test]
 fn the_clock_tells_the_time_until_it_is_dropped() {
-    let (told, heard) = sync_channel::<Duration>(100);
+    let (sender, heard) = sync_channel::<Duration>(100);
     let clock = watch_time(Duration::from_millis(5), move |passed| {
-        let _full = told.try_send(passed);
+        let _full = sender.try_send(passed);
     })
     .unwrap();
     let passed = heard.recv_timeout(Duration::from_secs(240)).unwrap();

@@ -1,4 +1,4 @@
-//! A server that gets each alarm by POST.
+//! A server that gets each alert by POST.
 //!
 //! Its address is a secret: anyone who knows it can post to it. It leaves this module only as the
 //! address of a request; messages name the host alone.
@@ -37,7 +37,7 @@ impl AlertWebhook {
     }
 
     fn patient(address: &str, timeout: Duration, pauses: [Duration; 2]) -> Result<Self> {
-        let refused = |why: String| Error::user("cannot post alarms (`alerts.webhook`)").because(why);
+        let refused = |why: String| Error::user("cannot post alerts (`alerts.webhook`)").because(why);
         let address = address::http(address).map_err(refused)?;
         // Redirects are not followed: the user chose this server, and no other.
         let config = address::agent_for(&address)?.timeout_global(Some(timeout));
@@ -69,8 +69,8 @@ impl AlertChannel for AlertWebhook {
         format!("the webhook at {}", self.address.host().unwrap_or_default())
     }
 
-    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
-        let json = alarm.to_json();
+    fn send(&self, alert: &OutgoingAlert) -> Result<(), String> {
+        let json = alert.to_json();
         let mut pauses = self.pauses.iter();
         loop {
             match (self.post(&json), pauses.next()) {
@@ -124,21 +124,21 @@ pub(super) mod tests {
             ServerDouble { address, posted }
         }
 
-        /// Returns the result of one alarm, and the number of posts.
-        fn told(&self) -> (Result<(), String>, usize) {
-            self.told_within(Duration::from_secs(30))
+        /// Returns the result of one alert, and the number of posts.
+        fn posted(&self) -> (Result<(), String>, usize) {
+            self.posted_within(Duration::from_secs(30))
         }
 
-        fn told_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
+        fn posted_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
             let webhook = AlertWebhook::patient(&self.address, timeout, PAUSED).unwrap();
-            let alarm = Alert {
+            let alert = Alert {
                 rule: "stall",
                 step: 7,
                 value: Some(61.0),
                 message: "no step".into(),
                 time: "now".into(),
             };
-            let sent = webhook.send(&OutgoingAlert::new(alarm, "out", "node7"));
+            let sent = webhook.send(&OutgoingAlert::new(alert, "out", "node7"));
             let posted = self.posted.lock().unwrap();
             assert!(posted.iter().all(|body| body.contains(r#""step":7"#)), "{posted:?}");
             (sent, posted.len())
@@ -179,15 +179,15 @@ pub(super) mod tests {
     #[test]
     fn a_server_that_does_not_answer_in_time_is_asked_three_times() {
         let silent = ServerDouble::start(vec![String::new()]);
-        let (told, _) = silent.told_within(Duration::from_millis(200));
-        assert_eq!(told, Err("it did not answer in 0.2 s".into()));
+        let (result, _) = silent.posted_within(Duration::from_millis(200));
+        assert_eq!(result, Err("it did not answer in 0.2 s".into()));
         // The server may read the last one later than that.
         while silent.posted.lock().unwrap().len() < 3 {
             std::thread::sleep(Duration::from_millis(5));
         }
         // One answer in time is enough.
         let late = ServerDouble::start(vec![String::new(), String::new(), status(204, "")]);
-        assert_eq!(late.told_within(Duration::from_secs(5)), (Ok(()), 3));
+        assert_eq!(late.posted_within(Duration::from_secs(5)), (Ok(()), 3));
     }
 
     /// The time limit is for the whole answer, not for a byte.
@@ -216,13 +216,13 @@ pub(super) mod tests {
     fn of_the_refusals_only_those_that_pass_are_tried_again() {
         for number in [400, 401, 403, 404, 410, 422, 499] {
             let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
-            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+            assert_eq!(server.posted(), (Err(format!("it answers with HTTP status {number}")), 1));
         }
         for number in [408, 425, 429, 500, 503] {
             let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
-            assert_eq!(server.told(), (Ok(()), 2), "{number}");
+            assert_eq!(server.posted(), (Ok(()), 2), "{number}");
             let server = ServerDouble::start(vec![status(number, "")]);
-            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 3));
+            assert_eq!(server.posted(), (Err(format!("it answers with HTTP status {number}")), 3));
         }
     }
 
@@ -232,7 +232,7 @@ pub(super) mod tests {
             let elsewhere = ServerDouble::start(vec![status(200, "")]);
             let server =
                 ServerDouble::start(vec![status(number, &format!("location: {}\r\n", elsewhere.address))]);
-            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+            assert_eq!(server.posted(), (Err(format!("it answers with HTTP status {number}")), 1));
             assert_eq!(elsewhere.posted.lock().unwrap().len(), 0, "{number}");
         }
     }

@@ -76,14 +76,14 @@ impl Chart {
         let id = self.title.to_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         let (width, height) = (MARGIN.0 + PLOT.0 + 10.0, MARGIN.1 + PLOT.1 + 38.0);
         let heading = self.heading();
-        let said: Vec<String> = all.iter().map(|series| series.in_words(self.unit)).collect();
+        let texts: Vec<String> = all.iter().map(|series| series.in_words(self.unit)).collect();
         let mut svg = format!(
             "<figure><figcaption>{}{}</figcaption>\n<svg viewBox=\"0 0 {width} {height}\" role=\"img\" \
              aria-labelledby=\"{id}-title {id}-text\">\n<title id=\"{id}-title\">{}</title><desc id=\"{id}-text\">{}</desc>\n",
             escape(&heading),
             legend(&all),
             escape(&heading),
-            escape(&said.join(" ")),
+            escape(&texts.join(" ")),
         );
         svg += &axes.frame();
         all.iter().for_each(|series| svg += &series.drawn(&axes, all.len() > 1));
@@ -156,7 +156,7 @@ impl Series {
             return String::new();
         };
         let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };
-        let said = |(step, value): &(f64, f64)| format!("{}{unit} at step {}", short(*value), short(*step));
+        let point = |(step, value): &(f64, f64)| format!("{}{unit} at step {}", short(*value), short(*step));
         match &self.mark {
             Mark::Level => format!("{}: {}{unit}.", self.name, short(last.1)),
             // Areas are stacked, so the value is the difference of the edges.
@@ -165,8 +165,8 @@ impl Series {
                 let mean = (0..self.points.len()).map(own).sum::<f64>() / self.points.len() as f64;
                 format!("{}: {}{unit} on average.", self.name, short(mean))
             }
-            _ if self.points.len() == 1 => format!("{}: {}.", self.name, said(first)),
-            _ => format!("{}: {}, {}.", self.name, said(first), said(last)),
+            _ if self.points.len() == 1 => format!("{}: {}.", self.name, point(first)),
+            _ => format!("{}: {}, {}.", self.name, point(first), point(last)),
         }
     }
 

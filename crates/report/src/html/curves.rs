@@ -125,14 +125,14 @@ impl<'a> Curves<'a> {
         let figures = [Self::chart("Throughput", "tokens per second", true, speed), self.memory(predicted)];
         let secs: f64 = self.steps.iter().map(|r| r.step_secs).filter(|secs| secs.is_finite()).sum();
         let tokens: u64 = self.steps.iter().map(|r| r.tokens).sum();
-        let said = if secs > 0.0 {
+        let text = if secs > 0.0 {
             let mean = units::count((tokens as f64 / secs) as u64);
             let (tokens, secs) = (units::count(tokens), units::duration(secs));
             format!("<p>{mean} tokens a second on average: {tokens} tokens in {secs} of steps.</p>\n")
         } else {
             String::new()
         };
-        section("Throughput and memory", &(said + &charts(&figures)))
+        section("Throughput and memory", &(text + &charts(&figures)))
     }
 
     fn memory(&self, predicted: u64) -> String {
@@ -155,18 +155,18 @@ impl<'a> Curves<'a> {
     /// Returns the mean time of each part of a step; empty for a run whose metrics hold no parts.
     pub(super) fn breakdown(&self) -> String {
         let total = |r: &StepReport| PARTS.iter().map(|(_, _, part)| part(r)).sum::<f64>();
-        let told: Vec<&StepReport> = self.steps.iter().copied().filter(|r| total(r) > 0.0).collect();
-        if told.is_empty() {
+        let measured: Vec<&StepReport> = self.steps.iter().copied().filter(|r| total(r) > 0.0).collect();
+        if measured.is_empty() {
             return String::new();
         }
-        let all: f64 = told.iter().map(|r| total(r)).sum();
-        let steps: Vec<f64> = told.iter().map(|r| r.step as f64).collect();
+        let all: f64 = measured.iter().map(|r| total(r)).sum();
+        let steps: Vec<f64> = measured.iter().map(|r| r.step as f64).collect();
         let (mut layers, mut rows) = (Vec::new(), Vec::new());
         for (name, class, part) in PARTS {
-            let sum: f64 = told.iter().map(|r| part(r)).sum();
+            let sum: f64 = measured.iter().map(|r| part(r)).sum();
             if sum > 0.0 {
-                layers.push((name, class, told.iter().map(|r| 1e3 * part(r)).collect()));
-                let mean = format!("{:.2} ms", 1e3 * sum / told.len() as f64);
+                layers.push((name, class, measured.iter().map(|r| 1e3 * part(r)).collect()));
+                let mean = format!("{:.2} ms", 1e3 * sum / measured.len() as f64);
                 rows.push(vec![name.to_owned(), mean, percent(sum / all)]);
             }
         }
@@ -178,13 +178,13 @@ impl<'a> Curves<'a> {
     /// Returns the computing time of each rank, the slowest first; empty for a single rank.
     pub(super) fn ranks(&self) -> String {
         let size = self.steps.iter().map(|r| r.rank_secs.len()).max().unwrap_or(0);
-        let told = || self.steps.iter().filter(|r| r.rank_secs.len() == size);
-        let all: f64 = told().map(|r| r.step_secs).filter(|secs| secs.is_finite()).sum();
+        let measured = || self.steps.iter().filter(|r| r.rank_secs.len() == size);
+        let all: f64 = measured().map(|r| r.step_secs).filter(|secs| secs.is_finite()).sum();
         if size < 2 || all <= 0.0 {
             return String::new();
         }
         let mut computed: Vec<(usize, f64)> =
-            (0..size).map(|rank| (rank, told().map(|r| r.rank_secs[rank]).sum())).collect();
+            (0..size).map(|rank| (rank, measured().map(|r| r.rank_secs[rank]).sum())).collect();
         computed.sort_by(|one, other| other.1.total_cmp(&one.1).then(one.0.cmp(&other.0)));
         let row = |(rank, secs): &(usize, f64)| {
             let waited = (all - secs).max(0.0);

@@ -62,8 +62,8 @@ pub(super) fn samples(entries: &[MetricsEntry]) -> String {
             escape(&question.expected)
         );
         for report in &evaluations {
-            let found = report.eval_samples.iter().find(|sample| sample.prompt == question.prompt);
-            if let Some(HeldOutAnswer { answer, .. }) = found {
+            let of_question = report.eval_samples.iter().find(|sample| sample.prompt == question.prompt);
+            if let Some(HeldOutAnswer { answer, .. }) = of_question {
                 html += &format!("<tr><td>step {}</td><td>{}</td></tr>\n", report.step, escape(answer));
             }
         }
@@ -181,12 +181,12 @@ fn bars(memory: &MemoryComparison) -> String {
     let (width, height) = BARS;
     let predicted = memory.predicted();
     let scale = width / predicted.max(memory.peak.unwrap_or(0)).max(1) as f64;
-    let said = format!("Memory: {memory}.");
+    let text = format!("Memory: {memory}.");
     let mut svg = format!(
         "<figure><svg class=\"bars\" viewBox=\"0 0 {width} {}\" role=\"img\" aria-labelledby=\"bars-title bars-text\">\n\
          <title id=\"bars-title\">Memory planned and measured</title><desc id=\"bars-text\">{}</desc>\n",
         2.0 * height + 6.0,
-        escape(&said)
+        escape(&text)
     );
     let (mut at, mut keys) = (0.0, String::new());
     let all_ranks = memory.causes.iter().map(|(cause, bytes)| (*cause, bytes.saturating_mul(memory.ranks)));

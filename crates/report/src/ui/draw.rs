@@ -38,8 +38,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, figures: &ScreenFigures, lines: &[Stri
 
 fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: &[String]) {
     // The curve gets two thirds of the rows that the boxes below it leave.
-    let said = (area.height.saturating_sub(PARTS_ROWS) / 3).clamp(3, 12);
-    let rows = [Constraint::Min(CURVE_ROWS), Constraint::Length(PARTS_ROWS), Constraint::Length(said)];
+    let message_rows = (area.height.saturating_sub(PARTS_ROWS) / 3).clamp(3, 12);
+    let rows =
+        [Constraint::Min(CURVE_ROWS), Constraint::Length(PARTS_ROWS), Constraint::Length(message_rows)];
     let [top, middle, bottom] = Layout::vertical(rows).areas(area);
     let columns = [Constraint::Min(0), Constraint::Length(SIDE_COLUMNS)];
     let [curve, side] = Layout::horizontal(columns).areas(top);
@@ -56,21 +57,21 @@ fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: 
     let text = rank_lines(figures, inner.width.saturating_sub(2), inner.height.saturating_sub(2));
     frame.render_widget(Paragraph::new(text).block(Block::bordered().title(" seconds of each rank ")), ranks);
     let rows = usize::from(bottom.height.saturating_sub(2));
-    frame.render_widget(Paragraph::new(said_lines(lines, rows)).block(Block::bordered()), bottom);
+    frame.render_widget(Paragraph::new(message_lines(lines, rows)).block(Block::bordered()), bottom);
 }
 
 fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: &[String]) {
     let text = figure_lines(figures);
-    let said = lines.len().min(3) as u16;
-    let curve = area.height.saturating_sub(text.len() as u16 + said);
+    let message_rows = lines.len().min(3) as u16;
+    let curve = area.height.saturating_sub(text.len() as u16 + message_rows);
     let curve = if curve < CURVE_ROWS { 0 } else { curve };
-    let rows = [Constraint::Length(curve), Constraint::Min(0), Constraint::Length(said)];
+    let rows = [Constraint::Length(curve), Constraint::Min(0), Constraint::Length(message_rows)];
     let [top, middle, bottom] = Layout::vertical(rows).areas(area);
     if curve > 0 {
         draw_curve(frame, top, figures);
     }
     frame.render_widget(Paragraph::new(text), middle);
-    frame.render_widget(Paragraph::new(said_lines(lines, usize::from(bottom.height))), bottom);
+    frame.render_widget(Paragraph::new(message_lines(lines, usize::from(bottom.height))), bottom);
 }
 
 fn heading(figures: &ScreenFigures, passed: f64) -> Line<'static> {
@@ -210,7 +211,7 @@ fn bar_line(text: &str, share: f64, width: u16) -> Line<'static> {
 }
 
 /// Returns the last lines that the run has printed.
-fn said_lines(lines: &[String], rows: usize) -> Vec<Line<'static>> {
+fn message_lines(lines: &[String], rows: usize) -> Vec<Line<'static>> {
     let last = &lines[lines.len().saturating_sub(rows)..];
     let line = |text: &String| {
         let line = Line::from(text.replace(['\n', '\t'], " "));

@@ -117,11 +117,11 @@ impl TakenScreen {
     pub(super) fn take() -> io::Result<Self> {
         let keys = OpenOptions::new().read(true).write(true).open("/dev/tty").ok().filter(read_each_key);
         IS_TAKEN.store(true, Ordering::SeqCst);
-        let taken = TakenScreen { keys };
+        let screen = TakenScreen { keys };
         if !write_if_ready(TAKE) {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "the terminal accepts no output"));
         }
-        Ok(taken)
+        Ok(screen)
     }
 
     /// Waits for keys, at most for `pause`, and returns those that came.
@@ -268,15 +268,15 @@ impl Backend for AnsiScreen {
     }
 
     fn size(&self) -> io::Result<Size> {
-        let mut found = MaybeUninit::<libc::winsize>::zeroed();
+        let mut winsize = MaybeUninit::<libc::winsize>::zeroed();
         // SAFETY: the pointer is to a whole `winsize`, for which zeroes are a valid value.
-        let (status, found) = unsafe {
-            let status = libc::ioctl(libc::STDERR_FILENO, libc::TIOCGWINSZ, found.as_mut_ptr());
-            (status, found.assume_init())
+        let (status, size) = unsafe {
+            let status = libc::ioctl(libc::STDERR_FILENO, libc::TIOCGWINSZ, winsize.as_mut_ptr());
+            (status, winsize.assume_init())
         };
         // Without a reported size, that of an old terminal.
-        let known = status == 0 && found.ws_col > 0 && found.ws_row > 0;
-        let drawn = || Size::new(found.ws_col.min(MOST_COLUMNS), found.ws_row.min(MOST_ROWS));
+        let known = status == 0 && size.ws_col > 0 && size.ws_row > 0;
+        let drawn = || Size::new(size.ws_col.min(MOST_COLUMNS), size.ws_row.min(MOST_ROWS));
         Ok(if known { drawn() } else { Size::new(80, 24) })
     }
 

@@ -122,14 +122,14 @@ impl BlockType {
         assert!(stored.len() == fresh.len() && stored.len() * n == values.len() * size, "whole blocks");
         let blocks = stored.chunks_exact(size).zip(fresh.chunks_exact_mut(size)).zip(values.chunks_exact(n));
         for ((stored, fresh), values) in blocks {
-            let mut kept = [0; MOST_BYTES];
-            let kept = &mut kept[..size];
-            kept.copy_from_slice(stored);
-            self.set_nearest(kept, values);
-            let errors = [&*kept, &*fresh].map(|block| self.error(block, values));
+            let mut buffer = [0; MOST_BYTES];
+            let before = &mut buffer[..size];
+            before.copy_from_slice(stored);
+            self.set_nearest(before, values);
+            let errors = [&*before, &*fresh].map(|block| self.error(block, values));
             // A stored scale that is no number has no error.
             if !(errors[1] < errors[0] || errors[0].is_nan()) {
-                fresh.copy_from_slice(kept);
+                fresh.copy_from_slice(before);
             }
         }
         fresh
@@ -137,10 +137,14 @@ impl BlockType {
 
     /// Returns the sum of squared errors of a block, in f64.
     fn error(self, block: &[u8], values: &[f32]) -> f64 {
-        let mut found = [0f32; MOST_ELEMENTS];
-        let found = &mut found[..values.len()];
-        self.dequantize(block, found);
-        found.iter().zip(values).map(|(found, value)| (f64::from(*found) - f64::from(*value)).powi(2)).sum()
+        let mut buffer = [0f32; MOST_ELEMENTS];
+        let decoded = &mut buffer[..values.len()];
+        self.dequantize(block, decoded);
+        decoded
+            .iter()
+            .zip(values)
+            .map(|(decoded, value)| (f64::from(*decoded) - f64::from(*value)).powi(2))
+            .sum()
     }
 
     /// Rounds whole blocks of finite values to IQ4_NL, IQ4_XS or MXFP4; `None` for other types.
@@ -264,9 +268,9 @@ mod tests {
                 (0..kind.elements())
                     .for_each(|i| kind.set_code(&mut other, i, (i * 5 + seed) % kind.codes()));
                 let values = decoded(kind, &other);
-                let mut found = stored.clone();
-                kind.set_nearest(&mut found, &values);
-                assert_eq!(decoded(kind, &found), values, "{kind}");
+                let mut encoded = stored.clone();
+                kind.set_nearest(&mut encoded, &values);
+                assert_eq!(decoded(kind, &encoded), values, "{kind}");
                 let mut same = stored.clone();
                 kind.set_nearest(&mut same, &decoded(kind, &stored));
                 assert_eq!(same, stored, "{kind}");
@@ -278,15 +282,15 @@ mod tests {
     #[test]
     fn codes_are_the_nearest() {
         for kind in quantized() {
-            let mut found = block(kind, 3);
+            let mut encoded = block(kind, 3);
             let values: Vec<f32> = (0..kind.elements()).map(|i| (i as f32 * 0.7).sin() * 0.8).collect();
-            kind.set_nearest(&mut found, &values);
-            let ours = decoded(kind, &found);
+            kind.set_nearest(&mut encoded, &values);
+            let ours = decoded(kind, &encoded);
             let mut other = vec![0.0; values.len()];
             for code in 0..kind.codes() {
-                kind.values_of(&found, code, &mut other);
+                kind.values_of(&encoded, code, &mut other);
                 for ((ours, other), value) in ours.iter().zip(&other).zip(&values) {
-                    let [ours, other] = [ours, other].map(|found| (found - value).abs());
+                    let [ours, other] = [ours, other].map(|encoded| (encoded - value).abs());
                     assert!(ours <= other * 1.0001 + 1e-6, "{kind}, {code}: {ours}, {other}");
                 }
             }
@@ -316,9 +320,9 @@ mod tests {
                 |values: &[f32]| decoded(kind, &kind.search_blocks(values).expect("one of the three types"));
             for seed in 0..8 {
                 let values = decoded(kind, &block(kind, seed));
-                let found = searched(&values);
+                let encoded = searched(&values);
                 let largest = values.iter().fold(0f32, |most, value| most.max(value.abs()));
-                let far = found.iter().zip(&values).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+                let far = encoded.iter().zip(&values).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
                 assert!(far <= 0.04 * largest, "{kind}, {seed}: {far} of {largest}");
             }
             assert_eq!(searched(&vec![0.0; kind.elements()]), vec![0.0; kind.elements()], "{kind}");

@@ -78,9 +78,9 @@ mod tests {
             groups: None,
             factor: 1.0,
         };
-        let mut found = vec![0f32; values.len()];
-        tensor.decode(0..1, 0..values.len(), &mut found);
-        (codes, exponents, found)
+        let mut decoded = vec![0f32; values.len()];
+        tensor.decode(0..1, 0..values.len(), &mut decoded);
+        (codes, exponents, decoded)
     }
 
     fn block(first: &[f32]) -> Vec<f32> {
@@ -101,29 +101,29 @@ mod tests {
             (f32::MIN_POSITIVE, 0, f32::MIN_POSITIVE),
             (0.0, 0, 0.0),
         ] {
-            let (_, exponents, found) = rounded(&block(&[largest]));
-            assert_eq!((exponents[0], found[0]), (exponent, stands_for), "{largest}");
+            let (_, exponents, decoded) = rounded(&block(&[largest]));
+            assert_eq!((exponents[0], decoded[0]), (exponent, stands_for), "{largest}");
         }
     }
 
     #[test]
     fn the_first_value_is_in_the_low_half_and_zeros_keep_their_sign() {
-        let (codes, _, found) = rounded(&block(&[4.0, -0.1, -0.0, 1.0]));
+        let (codes, _, decoded) = rounded(&block(&[4.0, -0.1, -0.0, 1.0]));
         assert_eq!(codes[..2], [0x86, 0x28]);
-        assert_eq!(found[..4], [4.0, 0.0, 0.0, 1.0]);
+        assert_eq!(decoded[..4], [4.0, 0.0, 0.0, 1.0]);
     }
 
     /// Several tasks, and values that are already in the format.
     #[test]
     fn values_of_the_format_stay() {
         let values: Vec<f32> = (0..3 * TASK + 5 * MXFP4_BLOCK).map(|i| ((i as f32) * 0.37).sin()).collect();
-        let (codes, exponents, found) = rounded(&values);
+        let (codes, exponents, decoded) = rounded(&values);
         let scale = |at: usize| f32::from_bits(u32::from(exponents[at / MXFP4_BLOCK]) << 23);
-        for (at, (value, found)) in values.iter().zip(&found).enumerate() {
+        for (at, (value, decoded)) in values.iter().zip(&decoded).enumerate() {
             // Half the widest gap, from 4 to 6, and up to 8 from 6 for the largest.
-            assert!((value - found).abs() <= 2.0 * scale(at), "{at}: {value}, {found}");
-            assert!(value.abs() > 6.0 * scale(at) || (value - found).abs() <= scale(at), "{at}");
+            assert!((value - decoded).abs() <= 2.0 * scale(at), "{at}: {value}, {decoded}");
+            assert!(value.abs() > 6.0 * scale(at) || (value - decoded).abs() <= scale(at), "{at}");
         }
-        assert_eq!(rounded(&found), (codes, exponents, found));
+        assert_eq!(rounded(&decoded), (codes, exponents, decoded));
     }
 }

@@ -221,11 +221,11 @@ pub(super) mod tests {
                 PackedTensor { format, codes: &codes, scales: &scales, zeros, groups: named, factor: 3e-3 };
             let mut wanted = vec![0f32; rows * columns];
             packed.decode(0..rows, 0..columns, &mut wanted);
-            let kept = format.kept(has_zeros, by_column).expect("a format");
-            let mut matrix = QuantBuffer::zeros(QuantFormat::Grid(kept), rows * columns);
-            packed.copy_to(&kept, &mut matrix.view_mut().runs);
-            parts::<f32>(&matrix, &wanted, &kept.describe());
-            parts::<bf16>(&matrix, &wanted, &kept.describe());
+            let grid = format.kept(has_zeros, by_column).expect("a format");
+            let mut matrix = QuantBuffer::zeros(QuantFormat::Grid(grid), rows * columns);
+            packed.copy_to(&grid, &mut matrix.view_mut().runs);
+            parts::<f32>(&matrix, &wanted, &grid.describe());
+            parts::<bf16>(&matrix, &wanted, &grid.describe());
         }
     }
 

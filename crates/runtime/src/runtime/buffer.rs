@@ -105,7 +105,7 @@ impl Buffer {
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let place = if self.place == MemoryKind::Gpu { " on a GPU" } else { "" };
-        write!(f, "{} {:?} at {:#x}{place}", self.elements, self.element, self.address)
+        let device = if self.place == MemoryKind::Gpu { " on a GPU" } else { "" };
+        write!(f, "{} {:?} at {:#x}{device}", self.elements, self.element, self.address)
     }
 }

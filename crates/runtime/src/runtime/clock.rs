@@ -1,5 +1,5 @@
 //! The clock for steps, calls and trace spans. A test may plant it: then a thread's time advances
-//! by [`TICK`] per reading and by [`pass`], whatever else the machine does, and a rank that waits
+//! by 10 µs per reading and by [`pass`], whatever else the machine does, and a rank that waits
 //! for another advances to that rank's time. A test may also select a thread's processor time,
 //! which stops while others use its core; a thread that starts after another has ended has a later
 //! time. Both need debug assertions.
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Time between two readings of a planted clock, for the work between them.
-pub const TICK: Duration = Duration::from_micros(10);
+const TICK: Duration = Duration::from_micros(10);
 
 static PLANTED: AtomicBool = AtomicBool::new(false);
 /// True if a thread's time is its processor time.

@@ -111,17 +111,17 @@ pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     let gpu = if device.is_cpu() { x.device() } else { device };
     allocated(gpu, bytes, || -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(there) = super::pinned::to_device(x, device)? {
-            return Ok(there);
+        if let Some(copied) = super::pinned::to_device(x, device)? {
+            return Ok(copied);
         }
         let x = x.force_contiguous()?;
         // Before a copy to the host, because the driver would wait inside it; behind it, because
         // a copy of pageable memory may end after the call.
         wait_for(x.device())?;
-        let there = x.to_device(device)?;
+        let copied = x.to_device(device)?;
         wait_for(x.device())?;
         finish_upload(device)?;
-        Ok(there)
+        Ok(copied)
     })
 }
 
@@ -157,8 +157,8 @@ mod tests {
     fn columns_come_in_the_given_order() -> Result<()> {
         let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]], &Device::Cpu)?;
         for dtype in [DType::F32, DType::BF16] {
-            let found = columns_of(&x.to_dtype(dtype)?, &[3..4, 0..2, 0..1])?.to_dtype(DType::F32)?;
-            assert_eq!(found.to_vec2::<f32>()?, [[4.0, 1.0, 2.0, 1.0], [8.0, 5.0, 6.0, 5.0]]);
+            let columns = columns_of(&x.to_dtype(dtype)?, &[3..4, 0..2, 0..1])?.to_dtype(DType::F32)?;
+            assert_eq!(columns.to_vec2::<f32>()?, [[4.0, 1.0, 2.0, 1.0], [8.0, 5.0, 6.0, 5.0]]);
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ pub use super::gpu_pool::{bytes_taken_by, peak_bytes, release_above, used_bytes}
 use super::gpu_support;
 pub use super::gpu_support::{Gpu, check_fp8_of};
 #[cfg(feature = "cuda")]
-use crate::error::tell_memory_by;
+use crate::error::set_memory_report;
 use crate::error::{DeviceFault, Error, Result};
 
 /// The device of a run.
@@ -127,15 +127,15 @@ fn found(index: usize) -> Result<Gpu> {
         return Err(refuse("this binary was built for the CPU only".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
     }
-    let found = gpus()?;
-    let count = found.len();
-    found.into_iter().nth(index).ok_or_else(|| {
-        let found = match count {
+    let all = gpus()?;
+    let count = all.len();
+    all.into_iter().nth(index).ok_or_else(|| {
+        let problem = match count {
             0 => "the NVIDIA driver finds no GPU in this machine".into(),
             1 => "this machine has one GPU, number 0".into(),
             _ => format!("this machine has {count} GPUs, numbers 0 to {}", count - 1),
         };
-        refuse(found).hint("leave out `--gpus` to run on the available device; `finetune doctor` shows it")
+        refuse(problem).hint("leave out `--gpus` to run on the available device; `finetune doctor` shows it")
     })
 }
 
@@ -250,7 +250,7 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
 
 #[cfg(feature = "cuda")]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
-    tell_memory_by(|| memory_of_this_thread().map(|memory| memory.to_string()));
+    set_memory_report(|| memory_of_this_thread().map(|memory| memory.to_string()));
     // A separate stream: the default streams are one per host thread, unordered among each other.
     let device = CudaDevice::new_with_stream(index)?;
     // SAFETY: before the first allocation. All memory is allocated and freed on the stream above,

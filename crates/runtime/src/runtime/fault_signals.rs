@@ -68,8 +68,8 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
     );
     let text = text.into_boxed_str();
     let turn = locked(&TURN);
-    let place = FILES.iter().position(|file| file.start.load(Ordering::Acquire) == 0);
-    if let Some(file) = place.map(|place| &FILES[place]) {
+    let index = FILES.iter().position(|file| file.start.load(Ordering::Acquire) == 0);
+    if let Some(file) = index.map(|index| &FILES[index]) {
         file.text.store(text.as_ptr().cast_mut(), Ordering::Release);
         file.text_bytes.store(text.len(), Ordering::Release);
         file.bytes.store(memory.len(), Ordering::Release);
@@ -77,14 +77,14 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
         file.start.store(memory.start, Ordering::SeqCst);
     }
     drop(turn);
-    FaultGuard { place, _text: text }
+    FaultGuard { place: index, _text: text }
 }
 
 impl Drop for FaultGuard {
     fn drop(&mut self) {
-        let Some(place) = self.place else { return };
+        let Some(index) = self.place else { return };
         let turn = locked(&TURN);
-        FILES[place].start.store(0, Ordering::SeqCst);
+        FILES[index].start.store(0, Ordering::SeqCst);
         drop(turn);
     }
 }

@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn a_request_takes_the_memory_of_optional_values() -> Result<()> {
         let slots = [30, 50].map(|_| OptionalMemory::new(|_: Held| RELEASED.set(RELEASED.get() + 1)));
-        let kept = required(10)?;
+        let allocated = required(10)?;
         slots[0].set(allocated_if_free(|| Held::new(30))?);
         slots[1].set(allocated_if_free(|| Held::new(50))?);
         // A request that fits takes nothing away.
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!((RELEASED.get(), FREE.get()), (2, 0));
         assert!(slots.iter().all(|slot| slot.take().is_none()));
         assert!(required(1).is_err());
-        drop((kept, small, large));
+        drop((allocated, small, large));
         assert_eq!(FREE.get(), 100);
         Ok(())
     }

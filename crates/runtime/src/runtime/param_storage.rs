@@ -313,10 +313,10 @@ mod tests {
         for home in places {
             home.store_from(&Tensor::new(&[1f32, 2.0, 3.0, 4.0, 5.0], &Device::Cpu)?)?;
             home.narrow(1, 2)?.store_from(&Tensor::new(&[-1f32, -2.0], &Device::Cpu)?)?;
-            let there = TensorMut::zeros(5, DType::F32, &Device::Cpu)?;
-            home.load_to(&there)?;
-            assert_eq!(there.to_vec1::<f32>()?, [1.0, -1.0, -2.0, 4.0, 5.0]);
-            assert_eq!(home.to_read()?.to_vec1::<f32>()?, there.to_vec1::<f32>()?);
+            let target = TensorMut::zeros(5, DType::F32, &Device::Cpu)?;
+            home.load_to(&target)?;
+            assert_eq!(target.to_vec1::<f32>()?, [1.0, -1.0, -2.0, 4.0, 5.0]);
+            assert_eq!(home.to_read()?.to_vec1::<f32>()?, target.to_vec1::<f32>()?);
             assert!(home.store_from(&Tensor::zeros(4, DType::F32, &Device::Cpu)?).is_err());
         }
         let rounded = ParamStorage::File(file.run(2, DType::BF16)?);

@@ -191,8 +191,8 @@ fn copied(
     done.map(|()| true).map_err(|error| {
         // A started copy must not outlive the memory that it uses.
         let _ = wait_for_stream(&lane.copies);
-        let place = lane.compute.context().ordinal();
-        Error::internal(format!("cannot copy {} GPU {place}", what())).because(error.to_string())
+        let ordinal = lane.compute.context().ordinal();
+        Error::internal(format!("cannot copy {} GPU {ordinal}", what())).because(error.to_string())
     })
 }
 
@@ -207,8 +207,8 @@ pub(super) fn to_device(x: &Tensor, device: &Device) -> Result<Option<Tensor>> {
     }
     let x = x.contiguous()?;
     // SAFETY: the tensor is written in full, or dropped.
-    let there = TensorMut::new(unsafe { Tensor::empty(x.shape(), x.dtype(), device)? });
-    Ok(copy(&x, &there, None)?.then(|| there.into_tensor()))
+    let target = TensorMut::new(unsafe { Tensor::empty(x.shape(), x.dtype(), device)? });
+    Ok(copy(&x, &target, None)?.then(|| target.into_tensor()))
 }
 
 /// Copies `from` to `to`, of one dtype and length, between host and GPU; false if candle must copy,
@@ -285,13 +285,13 @@ pub(super) fn fetch_runs(
     let width = size_of::<f32>();
     let mut take = |range: Range<usize>, bytes: &[u8]| -> Result<()> {
         for (i, run) in bytes.chunks(most * width).enumerate() {
-            let there = TensorMut::zeros(run.len() / width, DType::F32, &Device::Cpu)?;
-            update(&there, |to: &mut [f32]| {
+            let target = TensorMut::zeros(run.len() / width, DType::F32, &Device::Cpu)?;
+            update(&target, |to: &mut [f32]| {
                 // SAFETY: the length in bytes is that of the elements, which accept any bytes.
                 let to = unsafe { from_raw_parts_mut(to.as_mut_ptr().cast::<u8>(), run.len()) };
                 copy_on_host(run, to);
             })?;
-            each(range.start / width + i * most, &there)?;
+            each(range.start / width + i * most, &target)?;
         }
         Ok(())
     };

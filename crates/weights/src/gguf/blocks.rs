@@ -249,9 +249,9 @@ mod tests {
     /// The reverse of `permute` of conversion/llama.py, on 16 rows with 2 heads.
     #[test]
     fn interleaved_halves_are_put_apart() {
-        let place = ShardRange { shard: 0, range: 0..0 };
+        let shard_range = ShardRange { shard: 0, range: 0..0 };
         let parts = BlockParts {
-            sources: vec![BlockSource { kind: BlockType::F32, place }],
+            sources: vec![BlockSource { kind: BlockType::F32, place: shard_range }],
             columns: 1,
             rows: 16,
             interleaved_heads: Some(2),

@@ -30,9 +30,9 @@ impl GgufFile {
         let mut lists = BTreeMap::new();
         for part in parts_of(path) {
             let mut shard = Shard::map(&part)?;
-            let found = header::parse(shard.whole(), &part)?;
-            shard.data_bytes = found.tensors.iter().map(|tensor| tensor.range.len() as u64).sum();
-            for tensor in found.tensors {
+            let header = header::parse(shard.whole(), &part)?;
+            shard.data_bytes = header.tensors.iter().map(|tensor| tensor.range.len() as u64).sum();
+            for tensor in header.tensors {
                 let name = tensor.name.clone();
                 if tensors.insert(name.clone(), (shards.len(), tensor)).is_some() {
                     return Err(Error::user(format!("cannot read weights {}", part.display()))
@@ -41,8 +41,8 @@ impl GgufFile {
             }
             // The first part has the keys of the model.
             if shards.is_empty() {
-                keys = found.keys;
-                lists = found.lists.into_iter().map(|list| (list.name.clone(), list)).collect();
+                keys = header.keys;
+                lists = header.lists.into_iter().map(|list| (list.name.clone(), list)).collect();
             }
             shards.push(shard);
         }

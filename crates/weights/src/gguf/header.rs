@@ -294,8 +294,8 @@ impl<'a> HeaderReader<'a> {
             8 => self.text().map(GgufValue::Text),
             10 => {
                 let value = self.u64()?;
-                let found = i64::try_from(value);
-                found
+                let count = i64::try_from(value);
+                count
                     .map(GgufValue::Integer)
                     .map_err(|_| format!("a number is {value}; accepted: below 2^63"))
             }

@@ -62,7 +62,7 @@ pub(crate) fn open(folder: &Path) -> Result<ModelFiles> {
         all_parts.extend(parts.map(|parts| (name.clone(), StoredParts::Blocks(parts))));
     }
     let mut files = ModelFiles::of_gguf(folder, file.shards, tensors, all_parts);
-    index.notes.into_iter().for_each(|note| files.note(note));
+    index.notes.into_iter().for_each(|note| files.add_warning(note));
     Ok(files)
 }
 

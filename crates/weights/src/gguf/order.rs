@@ -42,21 +42,21 @@ impl FileOrder {
         let row = if *by_element { 1 } else { wide };
         let count = elements / row;
         let nowhere = Place { source: u32::MAX, row: 0 };
-        let mut found = vec![nowhere; count];
+        let mut order = vec![nowhere; count];
         let wrong = || format!("the order in its list is not each of {count} rows once");
         if rows.is_empty() {
-            found = (0..count as u32).map(|row| Place { source: 0, row }).collect();
+            order = (0..count as u32).map(|row| Place { source: 0, row }).collect();
         }
         for (source, runs) in (0u32..).zip(rows) {
             if runs.iter().map(RowRun::count).fold(0, usize::saturating_add) > count {
                 return Err(wrong());
             }
             for (at, row) in (0u32..).zip(rows_of(runs)) {
-                let place = found.get_mut(row).filter(|place| **place == nowhere).ok_or_else(wrong)?;
-                *place = Place { source, row: at };
+                let source_row = order.get_mut(row).filter(|place| **place == nowhere).ok_or_else(wrong)?;
+                *source_row = Place { source, row: at };
             }
         }
-        if found.contains(&nowhere) {
+        if order.contains(&nowhere) {
             return Err(wrong());
         }
         let moved: Vec<usize> = rows_of(columns).take(wide + 1).collect();
@@ -70,7 +70,7 @@ impl FileOrder {
         let text = format!("{rows:?} {columns:?} {transposed_heads:?}");
         let mut transposed = transposed_heads.clone();
         transposed.resize(rows.len().max(1), None);
-        Ok(Some(FileOrder { rows: found, columns: inverse, transposed, row, text }))
+        Ok(Some(FileOrder { rows: order, columns: inverse, transposed, row, text }))
     }
 
     /// Returns the text of the order.
@@ -207,8 +207,8 @@ mod tests {
         let mut keys = parameter(&[4, 2], rows, Vec::new());
         keys.transposed_heads = vec![Some(2), None];
         let order = FileOrder::of(&keys, 8).expect("each row once").expect("another order");
-        let found = decoded(&order, &[&[0.0, 1.0, 10.0, 11.0], &[100.0, 101.0, 110.0, 111.0]], 8);
-        assert_eq!(found, [1.0, 100.0, 101.0, 10.0, 11.0, 110.0, 111.0]);
+        let actual = decoded(&order, &[&[0.0, 1.0, 10.0, 11.0], &[100.0, 101.0, 110.0, 111.0]], 8);
+        assert_eq!(actual, [1.0, 100.0, 101.0, 10.0, 11.0, 110.0, 111.0]);
     }
 
     #[test]
@@ -216,8 +216,8 @@ mod tests {
         let in_turns = vec![RowRun { start: 0, counts: [2, 2, 1], strides: [1, 2, 1] }];
         let columns = parameter(&[2, 4], Vec::new(), in_turns.clone());
         let order = FileOrder::of(&columns, 8).expect("each column once").expect("another order");
-        let found = decoded(&order, &[&[0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]], 8);
-        assert_eq!(found, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        let actual = decoded(&order, &[&[0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]], 8);
+        assert_eq!(actual, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
         let vector = parameter(&[4], vec![in_turns], Vec::new());
         let order = FileOrder::of(&vector, 4).expect("each value once").expect("another order");
         assert_eq!(decoded(&order, &[&[0.0, 2.0, 1.0, 3.0]], 4), [1.0, 2.0, 3.0]);

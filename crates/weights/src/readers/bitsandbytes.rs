@@ -18,7 +18,7 @@ use crate::tensor_info::ShardRange;
 use crate::{StoredDtype, TensorInfo};
 
 /// `quant_method` in config.json.
-pub const METHOD: &str = "bitsandbytes";
+pub const BITSANDBYTES: &str = "bitsandbytes";
 
 /// The suffix that follows the name of a quantized weight in the name of its JSON text.
 const STATE: &str = ".quant_state.bitsandbytes__";
@@ -48,7 +48,7 @@ pub(super) struct Bitsandbytes;
 
 impl CheckpointFormat for Bitsandbytes {
     fn method(&self) -> &'static str {
-        METHOD
+        BITSANDBYTES
     }
 
     /// The first configurations do not name the method.
@@ -218,8 +218,8 @@ fn read_scales(
         return Err(format!("absmax has {} scales for {needs}", absmax.elements()));
     }
     if state.nested_blocksize != Some(NESTED_BLOCK) {
-        let found = state.nested_blocksize.map_or("missing".into(), |size| size.to_string());
-        return Err(format!("nested_blocksize is {found}; accepted: {NESTED_BLOCK}"));
+        let actual = state.nested_blocksize.map_or("missing".into(), |size| size.to_string());
+        return Err(format!("nested_blocksize is {actual}; accepted: {NESTED_BLOCK}"));
     }
     floats("nested_absmax", outer, blocks.div_ceil(NESTED_BLOCK), &format!("{blocks} nested scales"))?;
     let offset = state.nested_offset.ok_or("its quant_state has no nested_offset")? as f32;
@@ -232,10 +232,10 @@ fn check_map(weight: &StoredWeight<'_, '_>, end: &str, table: &[f32], what: &str
     let name = &end[1..];
     let map = weight.companion(end).ok_or_else(|| format!("{name} is missing"))?;
     floats(name, map, table.len(), &format!("{} codes", table.len()))?;
-    let found = read_f32((weight.bytes)(map));
+    let actual = read_f32((weight.bytes)(map));
     // Not bit for bit: other versions of torch compute the tables with other rounding.
-    let same = |(found, ours): (f32, &f32)| (found - ours).abs() <= 1e-6 * ours.abs();
-    match found.zip(table).position(|pair| !same(pair)) {
+    let same = |(actual, ours): (f32, &f32)| (actual - ours).abs() <= 1e-6 * ours.abs();
+    match actual.zip(table).position(|pair| !same(pair)) {
         Some(code) => {
             Err(format!("{name} is not the table of {what}: the value of code {code} is not {}", table[code]))
         }

@@ -178,13 +178,13 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
         "channel" => [Some(1), None],
         "group" | "tensor_group" => {
             let size = group_size.filter(|size| *size > 0).and_then(|size| usize::try_from(size).ok());
-            let found = || group_size.map_or("null".into(), |size| size.to_string());
-            [Some(1), Some(size.ok_or_else(|| refused(&key("group_size"), found(), "a number from 1"))?)]
+            let given = || group_size.map_or("null".into(), |size| size.to_string());
+            [Some(1), Some(size.ok_or_else(|| refused(&key("group_size"), given(), "a number from 1"))?)]
         }
         "block" => {
             let block = block_structure.filter(|block| !block.contains(&0)).map(|block| block.map(Some));
-            let found = || block_structure.map_or("null".into(), |block| format!("{block:?}"));
-            block.ok_or_else(|| refused(&key("block_structure"), found(), "two numbers from 1"))?
+            let given = || block_structure.map_or("null".into(), |block| format!("{block:?}"));
+            block.ok_or_else(|| refused(&key("block_structure"), given(), "two numbers from 1"))?
         }
         _ => {
             let accepted = "\"tensor\", \"channel\", \"group\", \"tensor_group\", \"block\"";
@@ -201,8 +201,8 @@ fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo
     let StoredCodes { info, layout, shape: [rows, columns], kind: found } = codes_of(weight)?;
     let (scales, zeros) = (weight.required(SCALES)?, weight.of_module(ZEROS));
     if found != Codes::Nvfp4 && weight.of_module(FACTOR).is_some() {
-        let found = found.name();
-        return Err(format!("weight_global_scale is present, and it is stored as {found}; accepted: nvfp4"));
+        let name = found.name();
+        return Err(format!("weight_global_scale is present, and it is stored as {name}; accepted: nvfp4"));
     }
     let mut causes = Vec::new();
     for scheme in schemes.iter().filter(|scheme| scheme.codes == found) {
@@ -276,7 +276,7 @@ fn codes_of<'w>(weight: &'w StoredWeight<'_, '_>) -> Result<StoredCodes<'w>, Str
     Ok(StoredCodes { info: words, layout: CodeLayout::RowWords, shape: [rows, columns], kind })
 }
 
-/// Returns the codes of a weight in e2m1. The type of its scales tells its kind.
+/// Returns the codes of a weight in e2m1. The type of its scales gives its kind.
 fn floats_of<'w>(weight: &'w StoredWeight<'_, '_>) -> Result<StoredCodes<'w>, String> {
     if weight.codes().is_ok() {
         return Err("it is stored twice, as weight and as weight_packed".into());

@@ -51,8 +51,8 @@ pub(super) fn read(
     let codes = weight.codes()?;
     expect("weight", codes, StoredDtype::F8E4M3, None)?;
     let [rows, columns] = [codes.shape[0], codes.shape[1]];
-    let found = SCALES.iter().find_map(|end| Some((&end[1..], weight.of_module(end)?)));
-    let (name, scales) = found.ok_or("weight_scale_inv, the scales of its blocks, is missing")?;
+    let name_and_scales = SCALES.iter().find_map(|end| Some((&end[1..], weight.of_module(end)?)));
+    let (name, scales) = name_and_scales.ok_or("weight_scale_inv, the scales of its blocks, is missing")?;
     let [row_block, column_block] = match block {
         None if scales.elements() == 1 => [rows.max(1), columns.max(1)],
         None if scales.shape == [rows, 1] || scales.shape == [rows] => [1, columns.max(1)],

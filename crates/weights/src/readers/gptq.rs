@@ -63,8 +63,8 @@ fn packing(settings: &Settings) -> Result<Packing> {
     // Settings of single modules, by patterns of their names.
     let patterns = settings.get("dynamic").and_then(Value::as_object).into_iter().flatten();
     if let Some((pattern, settings)) = patterns.into_iter().find(|(pattern, _)| !pattern.starts_with("-:")) {
-        let found = format!("{settings} for \"{pattern}\"");
-        return Err(refused("dynamic", found, "patterns of modules that are not quantized (\"-:\")"));
+        let value = format!("{settings} for \"{pattern}\"");
+        return Err(refused("dynamic", value, "patterns of modules that are not quantized (\"-:\")"));
     }
     let desc_act = setting::<Option<bool>>(settings, &["desc_act"], "true, false")?.unwrap_or_default();
     Ok(Packing { bits, group_size: group_size(settings, &["group_size"])?, desc_act, zero_offset })

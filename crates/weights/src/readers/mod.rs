@@ -27,7 +27,7 @@ use serde_json::{Map, Value};
 use super::stored_parts::StoredParts;
 use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
-pub use bitsandbytes::METHOD as BITSANDBYTES;
+pub use bitsandbytes::BITSANDBYTES;
 pub(crate) use modelopt::{ALGORITHMS as MODELOPT_ALGORITHMS, METHOD as MODELOPT};
 use reader::{CheckpointFormat, ReadWeight, StoredWeight, Tensors};
 

@@ -223,7 +223,7 @@ impl StoredWeight<'_, '_> {
         [scales, zeros, groups]: [Option<&TensorInfo>; 3],
     ) -> Result<(TensorInfo, StoredParts), String> {
         let scales = scales.ok_or("its scales are missing")?;
-        let place = |info: &TensorInfo| ShardRange { shard: info.shard, range: info.range.clone() };
+        let range_of = |info: &TensorInfo| ShardRange { shard: info.shard, range: info.range.clone() };
         let by_scales = if scales.dtype == StoredDtype::F16 { StoredDtype::F16 } else { StoredDtype::BF16 };
         let info = TensorInfo {
             dtype: self.dtype.unwrap_or(by_scales),
@@ -233,9 +233,9 @@ impl StoredWeight<'_, '_> {
         let parts = PackedParts {
             name,
             format,
-            scales: place(scales),
-            zeros: zeros.map(place),
-            groups: groups.map(place),
+            scales: range_of(scales),
+            zeros: zeros.map(range_of),
+            groups: groups.map(range_of),
             factor: None,
             scattered: groups.is_some_and(|groups| self.is_scattered(groups, format.column_block)),
             bytes: self.stored_bytes,

@@ -124,10 +124,10 @@ fn what_a_slow_rank_may_take_is_learned() {
         let mut pass = |times: u32| {
             world.enter(Phase::Forward).unwrap();
             assert!(watch.look(MOMENT).is_none());
-            let found = watch.look(2 * floor * times);
+            let report = watch.look(2 * floor * times);
             world.enter(Phase::Data).unwrap();
             assert!(watch.look(MOMENT).is_none());
-            found.is_some()
+            report.is_some()
         };
         assert_eq!([1, 1, last].map(&mut pass), [false, false, hangs], "{last} times");
     }

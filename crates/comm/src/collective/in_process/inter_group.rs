@@ -32,7 +32,7 @@ impl InProcess {
         shard: &Buffer,
     ) -> Result<()> {
         check_sum(call, full)?;
-        let place = check_parts(call, (self.member, self.size), shard, full)?;
+        let range = check_parts(call, (self.member, self.size), shard, full)?;
         if !std::ptr::eq(self.shared(), replicas.shared())
             || self.rank_handle.rank != replicas.rank_handle.rank
         {
@@ -47,12 +47,12 @@ impl InProcess {
         };
         let in_group = print(full, replicas.member);
         let inner = self.post(Some(Op::ReduceScatter), in_group, Payload::Memory(full.clone()))?;
-        let found = self.posted(inner)?;
+        let posted = self.posted(inner)?;
         let among_replicas = print(shard, self.member);
         let outer =
-            replicas.post(Some(Op::AllReduce), among_replicas, Payload::Across(found, shard.clone()))?;
+            replicas.post(Some(Op::AllReduce), among_replicas, Payload::Across(posted, shard.clone()))?;
         let (known, reading) = replicas.known(outer)?;
-        replicas.sum_and_share(outer, shard, place, &known.fulls, &known.shards, reading)?;
+        replicas.sum_and_share(outer, shard, range, &known.fulls, &known.shards, reading)?;
         self.reach(inner, CallState::Summed);
         self.all(inner, CallState::Summed)?.leave(inner);
         Ok(())

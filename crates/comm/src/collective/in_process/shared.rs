@@ -199,8 +199,8 @@ impl SharedWorld {
             let slept = self.wake[waiting.rank].wait_timeout(state, left);
             (state, _) = slept.unwrap_or_else(PoisonError::into_inner);
         }
-        if let Some(place) = state.waiting.iter().position(|other| *other == waiting) {
-            state.waiting.swap_remove(place);
+        if let Some(index) = state.waiting.iter().position(|other| *other == waiting) {
+            state.waiting.swap_remove(index);
         }
         state
     }

@@ -139,11 +139,11 @@ impl WorldState {
         let (rank, size) = (of.ranks[member], of.ranks.len());
         let call_id = CallId { group, number: of.calls[member] };
         of.calls[member] += 1;
-        let place = (call_id.number - of.first) as usize;
-        if place == of.entries.len() {
+        let index = (call_id.number - of.first) as usize;
+        if index == of.entries.len() {
             of.entries.push_back(PendingCall::new(size, member, print));
         }
-        let entry = &mut of.entries[place];
+        let entry = &mut of.entries[index];
         self.ranks[rank].last = Some((call_id, print));
         let (first, theirs) = entry.first;
         if !theirs.matches(&print) {

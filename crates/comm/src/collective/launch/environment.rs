@@ -49,8 +49,8 @@ impl<'a> LaunchEnvironment<'a> {
 
     /// An index among ranks, processes or hosts: from 0.
     pub(super) fn index(&self, name: &'static str) -> Result<Option<Count>> {
-        let found = self.number(name, 0, MAX_WORLD as u64 - 1)?;
-        Ok(found.map(|n| Count { name, value: n as usize }))
+        let number = self.number(name, 0, MAX_WORLD as u64 - 1)?;
+        Ok(number.map(|n| Count { name, value: n as usize }))
     }
 
     /// The first of `names` that is set, as an index; see [`LaunchEnvironment::index`].

@@ -134,9 +134,9 @@ fn mpi(
     env: &LaunchEnvironment<'_>,
     flags: &Flags,
     source: LaunchSource,
-    told: MpiVariables,
+    variables: MpiVariables,
 ) -> Result<DetectedLaunch> {
-    let MpiVariables { rank, size, local, local_size, run } = told;
+    let MpiVariables { rank, size, local, local_size, run } = variables;
     rank.below(&size)?;
     if let (Some(local), Some(local_size)) = (&local, &local_size) {
         local.below(local_size)?;

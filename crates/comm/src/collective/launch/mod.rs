@@ -162,12 +162,13 @@ impl Launch {
                     .hint("give both in every process: `--world-size 16 --rank 8`"));
             }
         }
-        let found = launchers::torchrun(&env, flags)?;
-        let found = found.map_or_else(|| launchers::open_mpi(&env, flags), |found| Ok(Some(found)))?;
-        let found = found.map_or_else(|| slurm::slurm(&env, flags), |found| Ok(Some(found)))?;
-        let found = found.map_or_else(|| launchers::pmi(&env, flags), |found| Ok(Some(found)))?;
-        let found = found.map_or_else(|| launchers::kubernetes(&env, flags), |found| Ok(Some(found)))?;
-        match found {
+        let launcher = launchers::torchrun(&env, flags)?;
+        let launcher = launcher.map_or_else(|| launchers::open_mpi(&env, flags), |found| Ok(Some(found)))?;
+        let launcher = launcher.map_or_else(|| slurm::slurm(&env, flags), |found| Ok(Some(found)))?;
+        let launcher = launcher.map_or_else(|| launchers::pmi(&env, flags), |found| Ok(Some(found)))?;
+        let launcher =
+            launcher.map_or_else(|| launchers::kubernetes(&env, flags), |found| Ok(Some(found)))?;
+        match launcher {
             Some(found) => found.with_ranks(&env, ranks_here),
             None => alone(flags, &env, ranks_here),
         }
@@ -184,12 +185,12 @@ impl DetectedLaunch {
                 .because(format!("accepted: up to {MAX_WORLD} ranks")));
         }
         // Scripts set WORLD_SIZE beside Slurm or MPI; some count processes, some ranks.
-        if let Some(said) = env.count("WORLD_SIZE")?
-            && said.value != count
-            && said.value != world_size
+        if let Some(declared) = env.count("WORLD_SIZE")?
+            && declared.value != count
+            && declared.value != world_size
         {
             let accepted = format!("unset, or {count}: {} started {count} processes", self.source.name());
-            return Err(environment::refused(said.name, &said.value.to_string(), &accepted));
+            return Err(environment::refused(declared.name, &declared.value.to_string(), &accepted));
         }
         Ok(Launch {
             source: self.source,

@@ -89,8 +89,8 @@ impl MpiCommunicator {
         let after = Some(replicas.rank + 1).filter(|rank| *rank < replicas.size());
         let mut scratch = pass_on(scratch, None, before)?;
         let base = scratch.as_mut_ptr() as usize;
-        let place = |rank| if rank == self.rank { at(rank) } else { base + rank * slot };
-        let pieces: Vec<usize> = (0..self.size()).map(place).collect();
+        let address_of = |rank| if rank == self.rank { at(rank) } else { base + rank * slot };
+        let pieces: Vec<usize> = (0..self.size()).map(address_of).collect();
         let sums = base + self.size() * slot;
         // SAFETY: slots and sums are disjoint in the scratch, aligned to 8; no message is pending.
         unsafe { rank_sum::go_on(full.element(), &pieces, piece.len(), sums, before.is_none())? };

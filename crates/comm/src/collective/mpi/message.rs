@@ -21,9 +21,9 @@ impl MpiCommunicator {
         let sequence = self.state().messages.next(op, peer);
         let record = CallRecord::new(sequence, op, call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());
-        let found = self.exchange(&record, || once(peer))?;
+        let records = self.exchange(&record, || once(peer))?;
         // The ranks that take no part learn of the failure only from this rank.
-        self.judged(&record, peer, &found[peer], |other| record.is_answered_by(other))
+        self.judged(&record, peer, &records[peer], |other| record.is_answered_by(other))
             .inspect_err(|error| self.wire().raise(error))?;
         let mut transfer = self.transfer(MessageKind::Data, vec![buffer.clone()], Vec::new());
         if op == Op::Send {

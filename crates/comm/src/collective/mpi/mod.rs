@@ -139,11 +139,11 @@ impl MpiCommunicator {
 
     /// Exchanges records with all ranks and checks that they name the same call.
     fn agree(&self, own: &CallRecord) -> Result<Vec<CallRecord>> {
-        let found = self.exchange(own, || self.peers())?;
+        let records = self.exchange(own, || self.peers())?;
         let same = |(rank, other): (usize, &[u8; RECORD_BYTES])| {
             self.judged(own, rank, other, |other| other.key() == own.key())
         };
-        found.iter().enumerate().map(same).collect()
+        records.iter().enumerate().map(same).collect()
     }
 
     /// Decodes the record of `rank` and checks that it `fits` this rank's.
@@ -233,10 +233,10 @@ impl MpiCommunicator {
             }
             scratch = transfer.finish(|silent, waited| self.late(record, silent, waited))?;
             let base = scratch.as_ptr() as usize;
-            let place = |rank| {
+            let address_of = |rank| {
                 if rank == self.rank { full.address() + mine.start * width } else { base + rank * slot }
             };
-            let pieces: Vec<usize> = (0..self.ranks.len()).map(place).collect();
+            let pieces: Vec<usize> = (0..self.ranks.len()).map(address_of).collect();
             let to = out_address + (mine.start - own.start) * width;
             // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in
             // `out`, whose length was checked; no message is pending.
@@ -249,15 +249,15 @@ impl MpiCommunicator {
     fn start_parts(&self, full: &Buffer) -> Result<Transfer> {
         let mut transfer = self.transfer(MessageKind::Data, vec![full.clone()], Vec::new());
         let width = full.element().bytes();
-        let place = |part: usize| {
+        let part_memory = |part: usize| {
             let range = self.part(full.elements(), part);
             (full.address() + range.start * width, range.len() * width)
         };
         for peer in self.peers() {
-            let (address, bytes) = place(peer);
+            let (address, bytes) = part_memory(peer);
             transfer.receive(address, bytes, peer)?;
         }
-        let (address, bytes) = place(self.rank);
+        let (address, bytes) = part_memory(self.rank);
         for peer in self.peers() {
             transfer.send(address, bytes, peer)?;
         }
@@ -288,8 +288,8 @@ impl MpiCommunicator {
         check_host(call, buffer)?;
         let record = self.record(Op::AllReduce, call).moving(buffer.element(), buffer.elements());
         self.agree(&record)?;
-        let place = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
-        self.sum_parts(&record, buffer, buffer, buffer.address() + place)?;
+        let offset = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
+        self.sum_parts(&record, buffer, buffer, buffer.address() + offset)?;
         self.start_parts(buffer)?.finish(|silent, waited| self.late(&record, silent, waited))?;
         self.count(Op::AllReduce, buffer.bytes(), false);
         Ok(())
@@ -322,10 +322,10 @@ impl MpiCommunicator {
         check_host(call, full)?;
         let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
         self.agree(&record)?;
-        let place = full.address() + self.rank * shard.bytes();
+        let target = full.address() + self.rank * shard.bytes();
         // SAFETY: `full` has space for every rank's shard, and no other code uses either memory
         // now. A shard inside `full` is copied to itself.
-        unsafe { std::ptr::copy(shard.address() as *const u8, place as *mut u8, shard.bytes()) };
+        unsafe { std::ptr::copy(shard.address() as *const u8, target as *mut u8, shard.bytes()) };
         self.start_parts(full)
     }
 

@@ -68,7 +68,7 @@ impl MpiTransport {
     /// which waits for all processes.
     ///
     /// # Errors
-    /// MPI was started before, lacks thread support, or has other processes than `launch`.
+    /// MPI was started before, does not support threads, or has other processes than `launch`.
     pub(super) fn start(launch: &Launch, deadline: Duration) -> Result<MpiTransport> {
         let cannot = || Error::user("cannot start MPI");
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {
@@ -150,7 +150,7 @@ impl MpiTransport {
 
     fn look_for_failures(&self) -> Result<()> {
         let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
-        let mut found = 0;
+        let mut has_message = 0;
         let mut reason = vec![0_u8; REASON_BYTES];
         let lock = self.lock();
         // SAFETY: as for every call here; a probed message exists, so receiving it does not wait.
@@ -159,11 +159,11 @@ impl MpiTransport {
                 ffi::RSMPI_ANY_SOURCE,
                 TAG_FAILURE,
                 self.control.0,
-                &mut found,
+                &mut has_message,
                 status.as_mut_ptr(),
             );
             checked(code, "MPI_Iprobe")?;
-            if found == 0 {
+            if has_message == 0 {
                 return Ok(());
             }
             let source = status.assume_init().MPI_SOURCE;
@@ -326,12 +326,12 @@ unsafe impl Sync for Request {}
 
 /// Largest tag that this MPI library accepts.
 fn largest_tag(world: ffi::MPI_Comm) -> c_int {
-    let (mut value, mut found): (*const c_int, c_int) = (std::ptr::null(), 0);
+    let (mut value, mut is_set): (*const c_int, c_int) = (std::ptr::null(), 0);
     // SAFETY: MPI is initialized; the attribute's value is the address of an int that MPI keeps.
     unsafe {
         let key = ffi::MPI_TAG_UB as c_int;
-        let code = ffi::MPI_Comm_get_attr(world, key, (&raw mut value).cast::<c_void>(), &mut found);
-        if code == 0 && found != 0 && !value.is_null() { *value } else { LEAST_LARGEST_TAG }
+        let code = ffi::MPI_Comm_get_attr(world, key, (&raw mut value).cast::<c_void>(), &mut is_set);
+        if code == 0 && is_set != 0 && !value.is_null() { *value } else { LEAST_LARGEST_TAG }
     }
 }
 

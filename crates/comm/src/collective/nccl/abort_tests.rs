@@ -16,7 +16,7 @@ fn rank_alone(flag: &Arc<AbortFlag>) -> (Nccl<Host>, [Arc<FakeGroup>; 2]) {
     let id = library.unique_id().unwrap();
     let rank_info = NcclRankInfo { id, rank: 0, size: 1, deadline: PATIENT };
     let nccl = Nccl::connect(&library, &rank_info, device, flag).unwrap();
-    nccl.open_reduction_lane().unwrap();
+    nccl.open_reduction_stream().unwrap();
     other_end.events();
     let sum = Values::new(ElementType::F32, vec![1.0_f32; 2]);
     nccl.all_reduce(call("sum", 0), &sum.1).unwrap();
@@ -109,11 +109,11 @@ fn rank_with_a_full_disk(flag: &Arc<AbortFlag>, held: &Arc<OnceLock<Arc<FakeGrou
 fn peers_hear_of_a_failure_before_the_aborts() {
     let flag = AbortFlag::new();
     let (held, heard) = (Arc::new(OnceLock::new()), Arc::new(Mutex::new(Vec::new())));
-    let (group, told) = (Arc::clone(&held), Arc::clone(&heard));
+    let (group, notified) = (Arc::clone(&held), Arc::clone(&heard));
     let other = Arc::downgrade(&flag);
-    flag.tell_peers_by(move |rank, why| {
+    flag.notify_peers_by(move |rank, why| {
         let group: &Arc<FakeGroup> = group.get().expect("the rank ran");
-        locked(&told).push((rank, why.to_owned(), group.is_aborted()));
+        locked(&notified).push((rank, why.to_owned(), group.is_aborted()));
         // As the session does: it must not wait for the abort that is held.
         drop(other.upgrade().map(|flag| flag.start_raise(failure())));
         assert!(!group.is_aborted());

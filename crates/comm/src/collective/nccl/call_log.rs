@@ -77,8 +77,8 @@ pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(u
         return Vec::new();
     };
     let at = |rank: usize, sequence: u64| {
-        let mut found = entries(rank).filter_map(|entry| Some((&entry[..8], record(entry)?)));
-        found.find(|(_, record)| record.sequence == sequence)
+        let mut records = entries(rank).filter_map(|entry| Some((&entry[..8], record(entry)?)));
+        records.find(|(_, record)| record.sequence == sequence)
     };
     for sequence in entries(own).filter_map(record).map(|record| record.sequence) {
         if let (Some((hash, mine)), Some((other_hash, theirs))) = (at(own, sequence), at(other, sequence))

@@ -24,7 +24,7 @@ pub(super) const FAREWELL: Duration = Duration::from_secs(if cfg!(test) { 300 } 
 const ONE_GPU: [&str; 2] = ["Duplicate GPU detected", "Ranks are using the same GPU"];
 
 /// Sends to other processes that a rank of this one has failed, with the reason in one line.
-type TellPeers = Box<dyn Fn(usize, &str) + Send + Sync>;
+type NotifyPeers = Box<dyn Fn(usize, &str) + Send + Sync>;
 
 /// Stops all communicators of this process at once, with the reason that later calls return. All
 /// ranks that are threads of the process share one; the rendezvous session raises it after a
@@ -34,7 +34,7 @@ pub struct AbortFlag {
     raised: AtomicBool,
     /// Error of the first rank of this process that failed by itself.
     own: OnceLock<Error>,
-    tell_peers: OnceLock<TellPeers>,
+    notify_peers: OnceLock<NotifyPeers>,
     communicators: Mutex<Vec<Weak<Communicator>>>,
     aborts: Arc<AbortThreads>,
 }
@@ -64,15 +64,15 @@ impl AbortFlag {
             cause: OnceLock::new(),
             raised: AtomicBool::new(false),
             own: OnceLock::new(),
-            tell_peers: OnceLock::new(),
+            notify_peers: OnceLock::new(),
             communicators: Mutex::default(),
             aborts: AbortThreads::new(limit, end),
         })
     }
 
     /// Sets the sender of failures to other processes. Only the first call has an effect.
-    pub fn tell_peers_by(&self, tell: impl Fn(usize, &str) + Send + Sync + 'static) {
-        self.tell_peers.get_or_init(|| Box::new(tell));
+    pub fn notify_peers_by(&self, notify: impl Fn(usize, &str) + Send + Sync + 'static) {
+        self.notify_peers.get_or_init(|| Box::new(notify));
     }
 
     /// Aborts all communicators, which ends kernels that wait for other ranks. Waits for the aborts
@@ -89,8 +89,8 @@ impl AbortFlag {
         self.own.get_or_init(|| error);
         // Before the peers' answer, which has other words.
         let cause = self.keep(cause);
-        if let Some(tell) = self.tell_peers.get() {
-            tell(rank, &rank_threads::in_a_line(&cause));
+        if let Some(notify) = self.notify_peers.get() {
+            notify(rank, &rank_threads::in_a_line(&cause));
         }
         self.raise(cause);
     }
@@ -175,16 +175,16 @@ impl Communicator {
         abort_flag.check()?;
         let (rank, size) = (int(rank)?, int(size)?);
         // The library may write it later, also after an error here.
-        let place: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
+        let handle: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
         let mut config = NcclConfig::non_blocking();
         // SAFETY: `place` is leaked, and the configuration is read before the call returns.
         let status = unsafe {
-            (library.table.comm_init_rank_config)(&raw mut *place, size, *id, rank, &raw mut config)
+            (library.table.comm_init_rank_config)(&raw mut *handle, size, *id, rank, &raw mut config)
         };
-        if status != NcclStatus::SUCCESS && status != NcclStatus::IN_PROGRESS || place.is_null() {
+        if status != NcclStatus::SUCCESS && status != NcclStatus::IN_PROGRESS || handle.is_null() {
             return Err(refused(library, "cannot make an NCCL communicator", status));
         }
-        let made = Self::of(library, abort_flag, deadline, *place);
+        let made = Self::of(library, abort_flag, deadline, *handle);
         made.settled("the meeting of the ranks")
     }
 
@@ -225,14 +225,14 @@ impl Communicator {
     pub(super) fn split(self: &Arc<Self>, color: usize, rank: usize) -> Result<Arc<Communicator>> {
         let (color, rank) = (int(color)?, int(rank)?);
         // Filled when this communicator has settled (NCCL 2.23), or at once.
-        let place = Box::leak(Box::new(std::ptr::null_mut::<std::ffi::c_void>())) as *mut RawComm;
+        let slot = Box::leak(Box::new(std::ptr::null_mut::<std::ffi::c_void>())) as *mut RawComm;
         let mut config = NcclConfig::non_blocking();
         // SAFETY: as for `meet`; the handle is alive under the lock.
         self.call("the split", |table, comm| unsafe {
-            (table.comm_split)(comm, color, rank, place, &raw mut config)
+            (table.comm_split)(comm, color, rank, slot, &raw mut config)
         })?;
         // SAFETY: leaked above; the library no longer writes it.
-        let comm = unsafe { place.read_volatile() };
+        let comm = unsafe { slot.read_volatile() };
         if comm.is_null() {
             return Err(Error::internal("NCCL split a communicator and gave none"));
         }

@@ -24,7 +24,7 @@ const OLDEST: NcclVersion = NcclVersion(21800);
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// `ncclComm_t`: a communicator of the library.
-pub type RawComm = *mut c_void;
+pub(crate) type RawComm = *mut c_void;
 
 /// A `cudaStream_t` of the CUDA runtime.
 pub type RawStream = *mut c_void;
@@ -106,7 +106,7 @@ macro_rules! table {
         /// The functions in use, with the names of `nccl.h`.
         #[allow(missing_docs, reason = "each is documented by NVIDIA under the name that it is loaded by")]
         #[derive(Clone, Copy)]
-        pub struct NcclFunctions {
+        pub(crate) struct NcclFunctions {
             $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
         }
 
@@ -285,8 +285,8 @@ fn candidates(given: Option<OsString>) -> Vec<PathBuf> {
     }
     let folders = ["", "lib", "nccl/lib", "nvidia/nccl/lib"];
     let all = folders.iter().flat_map(|folder| NAMES.map(|name| given.join(folder).join(name)));
-    let there: Vec<PathBuf> = all.clone().filter(|path| path.exists()).collect();
-    if there.is_empty() { all.collect() } else { there }
+    let existing: Vec<PathBuf> = all.clone().filter(|path| path.exists()).collect();
+    if existing.is_empty() { all.collect() } else { existing }
 }
 
 #[cfg(test)]
@@ -343,9 +343,9 @@ mod tests {
         std::fs::create_dir_all(library.parent().unwrap()).unwrap();
         std::fs::write(&library, "").unwrap();
         for given in ["", "nvidia", "nvidia/nccl", "nvidia/nccl/lib", "nvidia/nccl/lib/libnccl.so.2"] {
-            let found = candidates(Some(folder.path().join(given).into()));
+            let paths = candidates(Some(folder.path().join(given).into()));
             assert_eq!(
-                found.iter().map(|path| path.canonicalize().unwrap()).collect::<Vec<_>>(),
+                paths.iter().map(|path| path.canonicalize().unwrap()).collect::<Vec<_>>(),
                 [library.canonicalize().unwrap()]
             );
         }
@@ -366,12 +366,12 @@ mod tests {
         // SAFETY: the driver's initializers only read the environment.
         let Ok(driver) = (unsafe { libloading::Library::new("libcuda.so.1") }) else { return false };
         // SAFETY: the signature is that of cuda.h.
-        let found = unsafe { driver.get::<unsafe extern "C" fn(u32) -> c_int>(b"cuInit") }
+        let status = unsafe { driver.get::<unsafe extern "C" fn(u32) -> c_int>(b"cuInit") }
             // SAFETY: 0 is the only accepted argument.
             .is_ok_and(|init| unsafe { init(0) } == 0);
         // Its functions stay loaded.
         std::mem::forget(driver);
-        found
+        status
     }
 
     /// With the real library, if it is installed: these calls need no GPU.

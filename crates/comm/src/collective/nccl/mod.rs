@@ -42,9 +42,8 @@ pub use communicator::AbortFlag;
 pub use cuda::Cuda;
 pub use device::{CommStream, GpuStreams};
 pub use environment::one_gpu_environment;
-pub use library::{
-    NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, NcclVersion, RawComm, RawStream, UniqueId, data_type,
-};
+pub use library::{NcclConfig, NcclLibrary, NcclStatus, NcclVersion, RawStream, UniqueId, data_type};
+use library::{NcclFunctions, RawComm};
 pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
@@ -186,7 +185,7 @@ impl<D: GpuStreams> Nccl<D> {
     }
 
     /// Records a call that is about to be made.
-    fn note(&self, record: &CallRecord) {
+    fn log_call(&self, record: &CallRecord) {
         locked(&self.state).call_log.add(record);
         locked(&self.member.place).last = Some(record.clone());
     }
@@ -266,7 +265,7 @@ impl<D: GpuStreams> Nccl<D> {
         let mut last = None;
         for &Gather { shard, full } in gathers {
             let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
-            self.note(&record);
+            self.log_call(&record);
             if full.place() == MemoryKind::Host {
                 self.all_gather_staged(&record, shard, full)?;
             } else {
@@ -303,7 +302,7 @@ impl<D: GpuStreams> Nccl<D> {
         }
         let record = self.record(Op::Broadcast, call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
-        self.note(&record);
+        self.log_call(&record);
         self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
         if buffer.place() == MemoryKind::Host {
             return self.broadcast_staged(&record, root, buffer);
@@ -319,7 +318,7 @@ impl<D: GpuStreams> Nccl<D> {
 
     fn compare_all(&self, call: Call) -> Result<()> {
         let record = self.record(Op::Barrier, call);
-        self.note(&record);
+        self.log_call(&record);
         self.compare(&record)?;
         self.count(Op::Barrier, 0, false);
         Ok(())
@@ -349,7 +348,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         .map(|()| None)
     }
 
-    fn open_reduction_lane(&self) -> Result<bool> {
+    fn open_reduction_stream(&self) -> Result<bool> {
         self.open_reductions().map(|()| true)
     }
 
@@ -370,7 +369,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         let record = self.record(Op::Split, Call { what: "ranks", index: 0 }).number(color);
-        self.note(&record);
+        self.log_call(&record);
         let records = self.compare(&record)?;
         let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
         let member = &self.member;

@@ -3,7 +3,7 @@
 //!
 //! One communicator runs its calls one after the other, so a reduction on that of the gathers would
 //! wait for the next block's weights, and they for it. Each group that sums gradients has a second
-//! communicator for them, split from its first in `open_reduction_lane`; all reductions of a rank
+//! communicator for them, split from its first in `open_reduction_stream`; all reductions of a rank
 //! share one stream, so hsdp's two stages are in order. A reduction waits there for the earlier
 //! computation, and computation waits for the reduction in `finish`: by marks, without a wait of
 //! the host.
@@ -43,7 +43,7 @@ impl<D: GpuStreams> Nccl<D> {
             return Err(Error::internal("a communicator is split while a gather is under way"));
         }
         let record = self.record(Op::Split, Call::single("reductions"));
-        self.note(&record);
+        self.log_call(&record);
         // After it no call is pending on the communicator, which NCCL requires before a split.
         self.compare(&record)?;
         let member = &self.member;
@@ -92,7 +92,7 @@ impl<D: GpuStreams> Nccl<D> {
     fn all_reduce_on(&self, lane: CommStream, call: Call, buffer: &Buffer) -> Result<Option<D::Mark>> {
         check_sum(call, buffer)?;
         let record = self.record(Op::AllReduce, call).moving(buffer.element(), buffer.elements());
-        self.note(&record);
+        self.log_call(&record);
         if buffer.element() == ElementType::F64 {
             self.compare(&record)?;
         }
@@ -120,7 +120,7 @@ impl<D: GpuStreams> Nccl<D> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_places(call, shard, full)?;
         let record = self.record(Op::ReduceScatter, call).moving(full.element(), full.elements());
-        self.note(&record);
+        self.log_call(&record);
         self.count(Op::ReduceScatter, full.bytes(), false);
         if full.place() == MemoryKind::Host {
             return self.reduce_scatter_staged(&record, full, shard).map(|()| None);

@@ -24,9 +24,9 @@ fn name(lane: CommStream) -> &'static str {
 /// Operations on the streams in words, with a letter per communicator in the order of appearance.
 fn asked(device: &Host) -> Vec<String> {
     let mut groups: Vec<Arc<FakeGroup>> = Vec::new();
-    let mut said = Vec::new();
+    let mut events = Vec::new();
     for event in device.events() {
-        said.push(match event {
+        events.push(match event {
             FakeEvent::Compute(what) => format!("compute: {what}"),
             FakeEvent::Follow { lane, mark } => {
                 format!("{} waits for {} {}", name(lane), name(mark.lane), mark.calls)
@@ -41,7 +41,7 @@ fn asked(device: &Host) -> Vec<String> {
             }
         });
     }
-    said
+    events
 }
 
 fn scatter<'a>(full: &'a Values<f32>, shard: &'a Values<f32>) -> Reduction<'a> {
@@ -51,8 +51,8 @@ fn scatter<'a>(full: &'a Values<f32>, shard: &'a Values<f32>) -> Reduction<'a> {
 #[test]
 fn a_block_is_reduced_beside_the_next_one_on_a_stream_and_a_communicator_of_its_own() {
     run(2, PATIENT, true, |nccl, device| {
-        assert!(nccl.open_reduction_lane().unwrap());
-        assert!(nccl.open_reduction_lane().unwrap(), "again");
+        assert!(nccl.open_reduction_stream().unwrap());
+        assert!(nccl.open_reduction_stream().unwrap(), "again");
         device.events();
         let rank = nccl.rank();
         let mut before: Option<Ticket> = None;
@@ -110,7 +110,7 @@ fn a_block_is_reduced_beside_the_next_one_on_a_stream_and_a_communicator_of_its_
 #[test]
 fn a_sum_for_what_is_computed_next_stays_on_the_compute_stream() {
     run(2, PATIENT, true, |nccl, device| {
-        nccl.open_reduction_lane().unwrap();
+        nccl.open_reduction_stream().unwrap();
         device.events();
         let sum = values(vec![1.0; 2]);
         nccl.all_reduce(call("sum", 0), &sum.1).unwrap();
@@ -132,14 +132,14 @@ fn the_stages_of_hsdp_follow_each_other_on_the_communicators_of_two_groups() {
             Reduction::ReduceScatter { full: &full.1, shard: &shard.1, replicas: Some(&replicas) };
         let of_block = call("gradients of block", 1);
         // Until both are open, a reduction has finished on return.
-        shards.open_reduction_lane().unwrap();
+        shards.open_reduction_stream().unwrap();
         device.events();
         assert!(shards.start_reduction(of_block, reduction).unwrap().is_none());
         let at = (8 * (rank % 2) + 6) as f32;
         assert_eq!(shard.read(), [at, at + 4.0]);
         assert_eq!(asked(device), ["compute: reduce-scatter on A", "compute: all-reduce on B"]);
 
-        replicas.open_reduction_lane().unwrap();
+        replicas.open_reduction_stream().unwrap();
         device.events();
         let ticket = shards.start_reduction(of_block, reduction).unwrap().expect("it goes on");
         shards.finish(ticket).unwrap();
@@ -158,7 +158,7 @@ fn the_stages_of_hsdp_follow_each_other_on_the_communicators_of_two_groups() {
 #[test]
 fn memory_of_the_host_is_summed_on_return() {
     run(2, PATIENT, false, |nccl, device| {
-        nccl.open_reduction_lane().unwrap();
+        nccl.open_reduction_stream().unwrap();
         device.events();
         let sum = Values::on_host(ElementType::F32, vec![nccl.rank() as f32 + 1.0; 3]);
         let started = nccl.start_reduction(call("sum", 0), Reduction::AllReduce(&sum.1)).unwrap();
@@ -175,9 +175,9 @@ fn misuse_of_the_lane_is_refused() {
         let started = nccl.start_reduction(call("sum", 0), Reduction::AllReduce(&one.1)).unwrap();
         assert!(started.is_none(), "the lane is not open");
         let gather = nccl.start_all_gather(call("values", 0), &one.1, &two.1).unwrap();
-        assert!(nccl.open_reduction_lane().is_err(), "beside a gather");
+        assert!(nccl.open_reduction_stream().is_err(), "beside a gather");
         nccl.finish(gather).unwrap();
-        nccl.open_reduction_lane().unwrap();
+        nccl.open_reduction_stream().unwrap();
         let start = |sum: &Values<f32>, index| {
             nccl.start_reduction(call("sum", index), Reduction::AllReduce(&sum.1))
                 .unwrap()
@@ -204,8 +204,8 @@ fn groups(events: Vec<FakeEvent>) -> Vec<Arc<FakeGroup>> {
 fn a_failure_on_one_communicator_aborts_the_others() {
     let results = run(2, SHORT, false, |nccl, device| {
         let group = nccl.split(0).unwrap();
-        nccl.open_reduction_lane().unwrap();
-        group.open_reduction_lane().unwrap();
+        nccl.open_reduction_stream().unwrap();
+        group.open_reduction_stream().unwrap();
         device.events();
         nccl.enter(Phase::Backward).unwrap();
         let [shard, full] = [1, 2].map(|n| values(vec![1.0; n]));
@@ -235,9 +235,9 @@ fn a_failure_on_one_communicator_aborts_the_others() {
 }
 
 #[test]
-fn a_reduction_that_does_not_end_raises_the_alarm() {
+fn a_reduction_that_does_not_end_raises_the_alert() {
     let results = run(2, SHORT, false, |nccl, device| {
-        nccl.open_reduction_lane()?;
+        nccl.open_reduction_stream()?;
         nccl.enter(Phase::Backward)?;
         device.stuck.store(true, Ordering::SeqCst);
         let [shard, full] = [1, 2].map(|n| values(vec![1.0; n]));
@@ -254,7 +254,7 @@ fn a_reduction_that_does_not_end_raises_the_alarm() {
 #[test]
 fn a_failure_elsewhere_ends_a_reduction_that_waits() {
     let results = run(2, PATIENT, true, |nccl, _| {
-        nccl.open_reduction_lane()?;
+        nccl.open_reduction_stream()?;
         let sum = values(vec![1.0; 2]);
         if nccl.rank() == 1 {
             nccl.enter(Phase::Save)?;

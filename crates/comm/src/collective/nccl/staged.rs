@@ -39,8 +39,8 @@ impl<D: GpuStreams> Nccl<D> {
     ) -> Result<()> {
         let device = &*self.member.device;
         let need = pass.put.end.max(pass.fetch.end);
-        let kept = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
-        let (bytes, mut scratch) = match kept {
+        let reusable = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
+        let (bytes, mut scratch) = match reusable {
             Some(kept) => kept,
             None => (need, device.scratch(need)?),
         };

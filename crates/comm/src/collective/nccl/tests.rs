@@ -156,9 +156,9 @@ fn memory_of_the_host_goes_through_the_device_by_pieces() {
         nccl.finish(ticket).unwrap();
         assert_eq!(all.read(), [numbers(0, len), numbers(1, len)].concat());
 
-        let told = Values::on_host(ElementType::F32, numbers(rank, len));
-        nccl.broadcast(call("first values", 0), 1, &told.1).unwrap();
-        assert_eq!(told.read(), numbers(1, len));
+        let received = Values::on_host(ElementType::F32, numbers(rank, len));
+        nccl.broadcast(call("first values", 0), 1, &received.1).unwrap();
+        assert_eq!(received.read(), numbers(1, len));
 
         let message = Values::on_host(ElementType::F32, numbers(rank, len));
         if rank == 0 {
@@ -172,11 +172,11 @@ fn memory_of_the_host_goes_through_the_device_by_pieces() {
         let loss = Values::on_host(ElementType::F64, vec![0.25 * rank as f64, 1.0]);
         nccl.all_reduce(call("loss", 0), &loss.1).unwrap();
         assert_eq!(loss.read(), [0.25, 2.0]);
-        let (there, here) = (
+        let (on_device, here) = (
             Values::new(ElementType::F32, numbers(rank, 2)),
             Values::on_host(ElementType::F32, vec![0.0_f32; 1]),
         );
-        let mixed = nccl.reduce_scatter(call("parts", 1), &there.1, &here.1);
+        let mixed = nccl.reduce_scatter(call("parts", 1), &on_device.1, &here.1);
         assert!(mixed.unwrap_err().to_string().contains("are in different memory"));
         nccl.barrier(call("end", 0)).unwrap();
     });
@@ -305,8 +305,8 @@ fn gathers_of_one_call_are_one_group_and_one_count() {
         assert_eq!((sent.calls(Op::AllGather), sent.bytes(Op::AllGather)), (1, 24));
 
         let on_host = Values::on_host(ElementType::F32, vec![rank as f32; 2]);
-        let there = Values::on_host(ElementType::F32, vec![9_f32; 6]);
-        let mixed = [gathers[0], Gather { shard: &on_host.1, full: &there.1 }];
+        let on_device = Values::on_host(ElementType::F32, vec![9_f32; 6]);
+        let mixed = [gathers[0], Gather { shard: &on_host.1, full: &on_device.1 }];
         let refused = nccl.start_all_gathers(call("mixed", 0), &mixed).unwrap_err();
         assert!(refused.to_string().contains("are in different memory"), "{refused}");
         assert!(nccl.start_all_gathers(call("nothing", 0), &[]).is_err());
@@ -414,7 +414,7 @@ fn a_failure_ends_waits_in_other_processes() {
 }
 
 #[test]
-fn a_kernel_that_does_not_end_raises_the_alarm() {
+fn a_kernel_that_does_not_end_raises_the_alert() {
     let results = run(2, SHORT, false, |nccl, device| {
         nccl.enter(Phase::Forward).unwrap();
         device.stuck.store(true, Ordering::SeqCst);

@@ -110,8 +110,8 @@ fn late_reductions_give_the_bits_of_those_that_are_done_on_return() {
                     let case = Case { reducing, offload, ..Case::of(strategy, segments) };
                     cases.push((case.clone(), micro_batches));
                     let without = case.kept_in_bf16();
-                    let kept = if micro_batches == 1 { DType::BF16 } else { DType::F32 };
-                    let reducing = GradReduceOptions { kept, ..without.reducing };
+                    let gradient_dtype = if micro_batches == 1 { DType::BF16 } else { DType::F32 };
+                    let reducing = GradReduceOptions { kept: gradient_dtype, ..without.reducing };
                     cases.push((Case { reducing, ..without }, micro_batches));
                 }
             }
@@ -143,14 +143,15 @@ fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
                 let ends = InProcessWorld::new(ranks).communicators();
                 run_ranks(ends, |end| case.step(Arc::new(end), micro_batches)).unwrap()
             };
-            let kept = Case { offload, ..Case::of(strategy, &ALL_SEGMENTS) }.kept_in_bf16();
-            let in_f32 = |accumulates| GradReduceOptions { accumulates, kept: DType::F32, ..kept.reducing };
-            let rounded = Case { reducing: in_f32(false), ..kept.clone() };
+            let in_bf16 = Case { offload, ..Case::of(strategy, &ALL_SEGMENTS) }.kept_in_bf16();
+            let in_f32 =
+                |accumulates| GradReduceOptions { accumulates, kept: DType::F32, ..in_bf16.reducing };
+            let rounded = Case { reducing: in_f32(false), ..in_bf16.clone() };
             let with_masters = Case { master: MasterWeights::F32, ..rounded.clone() };
-            assert_eq!(bits(&kept, 1), bits(&rounded, 1), "{kept:?}");
+            assert_eq!(bits(&in_bf16, 1), bits(&rounded, 1), "{in_bf16:?}");
             assert_ne!(bits(&rounded, 1), bits(&with_masters, 1));
             // Accumulated gradients are rounded once, after the last micro-batch.
-            let added_up = Case { reducing: in_f32(true), ..kept };
+            let added_up = Case { reducing: in_f32(true), ..in_bf16 };
             let with_masters = Case { master: MasterWeights::F32, ..added_up.clone() };
             let rounded = |bits: &u32| f32::to_bits(half::bf16::from_f32(f32::from_bits(*bits)).to_f32());
             for (found, wanted) in bits(&added_up, 3).iter().zip(bits(&with_masters, 3)) {
@@ -223,7 +224,7 @@ fn the_last_block_is_reduced_until_its_buffer_is_written_in_the_next_micro_batch
 fn buffers_are_two_only_where_what_they_hold_is_under_way() {
     let addresses = |case: &Case, micro_batches: usize, late: bool| {
         let ends = InProcessWorld::new(RANKS).communicators();
-        let found = run_ranks(ends, |end| {
+        let addresses_by_rank = run_ranks(ends, |end| {
             let end: Arc<dyn Collective> = Arc::new(end);
             let world = if late { Arc::new(LateReductions::new(end)) } else { end };
             let mesh = DeviceMesh::new(case.strategy, world)?;
@@ -236,7 +237,7 @@ fn buffers_are_two_only_where_what_they_hold_is_under_way() {
             };
             Ok((address(0)? == address(1)?, address(0)? == address(2)?))
         });
-        found.unwrap().swap_remove(0)
+        addresses_by_rank.unwrap().swap_remove(0)
     };
     let case = |strategy, dtype, offload| {
         let reducing = GradReduceOptions { accumulates: false, dtype, kept: DType::F32 };
@@ -254,7 +255,7 @@ fn buffers_are_two_only_where_what_they_hold_is_under_way() {
         (Ddp, DType::F32, Offload::Params, true, two),
         (Ddp, DType::F32, Offload::Params, false, one),
     ] {
-        let found = addresses(&case(strategy, dtype, offload), 2, late);
-        assert_eq!(found, expected, "{strategy:?} {dtype:?} {offload:?} {late}");
+        let actual = addresses(&case(strategy, dtype, offload), 2, late);
+        assert_eq!(actual, expected, "{strategy:?} {dtype:?} {offload:?} {late}");
     }
 }

@@ -62,11 +62,11 @@ fn family(keys: &ArchKeys<'_>) -> Result<&'static Architecture> {
     let all = || model::families().filter(|family| !family.gguf.architecture.is_empty());
     let has_experts = keys.size("expert_count")?.is_some_and(|count| count > 0);
     let same = all().filter(|family| family.gguf.architecture == keys.arch);
-    let found: Vec<&Architecture> = same.filter(|family| has_such_experts(family, has_experts)).collect();
+    let families: Vec<&Architecture> = same.filter(|family| has_such_experts(family, has_experts)).collect();
     let special = keys.size("attention.sliding_window")?.is_some_and(|width| width > 0)
         || keys.flag("rope.scaling.finetuned")? == Some(false) && keys.get("rope.freq_base").is_none();
-    let second = found.get(1).filter(|_| special);
-    second.or(found.first()).copied().ok_or_else(|| {
+    let second = families.get(1).filter(|_| special);
+    second.or(families.first()).copied().ok_or_else(|| {
         let mut names: Vec<&str> = all().map(|family| family.gguf.architecture).collect();
         names.sort_unstable();
         names.dedup();
@@ -225,9 +225,9 @@ fn factors(
         match (support, support == GgufSoftcap::Never) {
             (_, true) => {}
             (support, _) => {
-                let found = keys.float(cap)?.filter(|cap| *cap != 0.0);
-                if found.is_some() || support == GgufSoftcap::Optional {
-                    json.insert(key.to_owned(), found.into());
+                let value = keys.float(cap)?.filter(|cap| *cap != 0.0);
+                if value.is_some() || support == GgufSoftcap::Optional {
+                    json.insert(key.to_owned(), value.into());
                 }
             }
         }
@@ -248,8 +248,8 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
         let given = given.filter(|width| *width > 0);
         // llama.cpp has windows in LFM2, whose family has none, and ignores the key in the others.
         if let Some(width) = given.filter(|_| family.gguf.has_short_convs) {
-            let found = GgufValue::Integer(i64::try_from(width).unwrap_or(i64::MAX));
-            return Err(keys.refused(KEY, &found, "no such key, 0: this family has no windows"));
+            let value = GgufValue::Integer(i64::try_from(width).unwrap_or(i64::MAX));
+            return Err(keys.refused(KEY, &value, "no such key, 0: this family has no windows"));
         }
         json.extend(given.map(|width| ("sliding_window".to_owned(), width.into())));
         return Ok(json);
@@ -330,9 +330,9 @@ fn check(keys: &ArchKeys<'_>, config: &ModelConfig, json: &Map<String, Value>) -
     for own in ["rope.scaling.factor", "rope.scaling.attn_factor"] {
         let key = format!("{start}{own}");
         let is_computed = described.metadata.entries().iter().any(|(computed, _)| *computed == key);
-        if let Some(found) = keys.float(own)?.filter(|found| !is_computed && ![0.0, 1.0].contains(found)) {
+        if let Some(value) = keys.float(own)?.filter(|value| !is_computed && ![0.0, 1.0].contains(value)) {
             return Err(keys.file.refused(format!(
-                "its key `{key}` is {found}; finetune computes such a model without this key"
+                "its key `{key}` is {value}; finetune computes such a model without this key"
             )));
         }
     }

@@ -60,14 +60,14 @@ fn size(value: &GgufValue) -> Option<usize> {
 
 /// Returns the number of key heads of each layer.
 fn key_heads(keys: &ArchKeys<'_>, layers: usize) -> Result<Vec<usize>> {
-    let found = keys.get("attention.head_count_kv");
-    let counts = match found {
-        Some(GgufValue::List(_)) => keys.of_layers(found, layers, size)?,
+    let value = keys.get("attention.head_count_kv");
+    let counts = match value {
+        Some(GgufValue::List(_)) => keys.of_layers(value, layers, size)?,
         other => other.and_then(size).map(|count| vec![count; layers]),
     };
     counts.ok_or_else(|| {
-        let found = found.cloned().unwrap_or(GgufValue::Integer(0));
-        keys.refused("attention.head_count_kv", &found, "a number for each layer")
+        let actual = value.cloned().unwrap_or(GgufValue::Integer(0));
+        keys.refused("attention.head_count_kv", &actual, "a number for each layer")
     })
 }
 
@@ -131,8 +131,8 @@ fn own_heads(
     let slides = flags(keys, "attention.sliding_window_pattern", layers)?;
     let counts = key_heads(keys, layers)?;
     let of = |kind: bool| {
-        let mut found = slides.iter().zip(&counts).filter(|(slides, _)| **slides == kind);
-        found.next().map(|(_, count)| *count)
+        let mut counts_of_kind = slides.iter().zip(&counts).filter(|(slides, _)| **slides == kind);
+        counts_of_kind.next().map(|(_, count)| *count)
     };
     let readers = keys.size("attention.shared_kv_layers")?.unwrap_or(0);
     let inputs = keys.size("embedding_length_per_layer_input")?.unwrap_or(0);
@@ -247,10 +247,10 @@ fn has(file: &GgufFile, name: &str) -> bool {
 
 /// Reads a list of flags, one for each layer.
 fn flags(keys: &ArchKeys<'_>, key: &str, layers: usize) -> Result<Vec<bool>> {
-    let found = keys.get(key);
-    keys.of_layers(found, layers, is_set)?.ok_or_else(|| {
-        let found = found.cloned().unwrap_or(GgufValue::Integer(0));
-        keys.refused(key, &found, &format!("true or false for each of the {layers} layers"))
+    let value = keys.get(key);
+    keys.of_layers(value, layers, is_set)?.ok_or_else(|| {
+        let actual = value.cloned().unwrap_or(GgufValue::Integer(0));
+        keys.refused(key, &actual, &format!("true or false for each of the {layers} layers"))
     })
 }
 
@@ -386,9 +386,9 @@ fn scores(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Valu
             RouterScores::Softmax => (SOFTMAX, "a softmax"),
             RouterScores::Sigmoid => (SIGMOID, "a sigmoid"),
         };
-        if let Some(found) = function.filter(|found| *found != number as usize) {
-            let found = GgufValue::Integer(found as i64);
-            return Err(keys.refused("expert_gating_func", &found, &format!("{number}, {named}")));
+        if let Some(other) = function.filter(|found| *found != number as usize) {
+            let actual = GgufValue::Integer(other as i64);
+            return Err(keys.refused("expert_gating_func", &actual, &format!("{number}, {named}")));
         }
         return Ok(json);
     }

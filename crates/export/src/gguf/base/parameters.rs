@@ -37,9 +37,9 @@ fn check_list(file: &GgufFile, config: &ModelConfig, keys: &[String]) -> Result<
     let layers = config.num_layers();
     let is_of_layers = |key: &&String| file.is_number(key) || file.list_len(key) == Some(layers);
     keys.iter().find(|key| !is_of_layers(key)).map_or(Ok(()), |key| {
-        let found = file.key(key).map_or("missing".to_owned(), shown);
+        let value = file.key(key).map_or("missing".to_owned(), shown);
         Err(file.refused(format!(
-            "its key `{key}` is {found}; accepted: a number, or a list with one for each of the {layers} layers"
+            "its key `{key}` is {value}; accepted: a number, or a list with one for each of the {layers} layers"
         )))
     })
 }

@@ -189,8 +189,8 @@ impl RopeKeys<'_> {
         let fits = |high: f64, original: f64| {
             let near = |(found, wavelength): (&f32, &f64)| {
                 // A high factor of 1 makes a step, by a division by 0.
-                let kept = ((original / wavelength - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
-                let wanted = 1.0 / ((1.0 - kept) / f64::from(factor) + kept);
+                let unscaled = ((original / wavelength - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
+                let wanted = 1.0 / ((1.0 - unscaled) / f64::from(factor) + unscaled);
                 (f64::from(*found) / wanted - 1.0).abs() < 1e-5
             };
             divisors.len() == self.width / 2 && both().all(near)
@@ -199,16 +199,16 @@ impl RopeKeys<'_> {
         let between = both().filter(|(divisor, _)| (1.001..factor * 0.999).contains(*divisor));
         let solved = between.map(|(divisor, wavelength)| {
             let rest = 1.0 / f64::from(factor);
-            let kept = (1.0 / f64::from(*divisor) - rest) / (1.0 - rest);
-            (wavelength * (3.0 * kept + 1.0)).round()
+            let unscaled = (1.0 / f64::from(*divisor) - rest) / (1.0 - rest);
+            (wavelength * (3.0 * unscaled + 1.0)).round()
         });
         let powers = (4..24).map(|power| f64::from(1u32 << power));
         let ramp = solved.chain([8192.0]).chain(powers).map(|original| (4.0, original));
         // The first whole number beyond the wavelengths of divisor 1.
-        let kept = both().filter(|(divisor, _)| **divisor < 1.001).map(|(_, wavelength)| *wavelength);
-        let step = [8192.0, kept.fold(0.0, f64::max).floor() + 1.0].map(|original| (1.0, original));
-        let found = ramp.chain(step).find(|(high, original)| fits(*high, *original));
-        let (high, original) = found.ok_or_else(|| {
+        let undivided = both().filter(|(divisor, _)| **divisor < 1.001).map(|(_, wavelength)| *wavelength);
+        let step = [8192.0, undivided.fold(0.0, f64::max).floor() + 1.0].map(|original| (1.0, original));
+        let candidate = ramp.chain(step).find(|(high, original)| fits(*high, *original));
+        let (high, original) = candidate.ok_or_else(|| {
             self.keys.file.refused(format!(
                 "its tensor `{LLAMA3}` holds no divisors of llama3 with the factors 1 and 4, or 1 and 1"
             ))

@@ -169,8 +169,8 @@ impl TokenizerKeys<'_> {
             _ => None,
         };
         list.ok_or_else(|| {
-            let found = value.map_or_else(|| "missing".to_owned(), shown);
-            self.refused(key, &found, "a list, as llama.cpp writes it")
+            let actual = value.map_or_else(|| "missing".to_owned(), shown);
+            self.refused(key, &actual, "a list, as llama.cpp writes it")
         })
     }
 

@@ -233,11 +233,11 @@ mod tests {
         for (block, first_row) in blocks.iter().zip([0, 2]) {
             change.measure(&mut block.clone(), first_row);
         }
-        let mut found = blocks.clone();
-        for (block, first_row) in found.iter_mut().zip([0, 2]) {
+        let mut merged = blocks.clone();
+        for (block, first_row) in merged.iter_mut().zip([0, 2]) {
             change.apply(block, first_row).expect("not zero");
         }
-        assert_eq!(found.concat(), [0.0, 2.0, 6.0, 0.0, 8.0, 0.0]);
+        assert_eq!(merged.concat(), [0.0, 2.0, 6.0, 0.0, 8.0, 0.0]);
     }
 
     #[test]

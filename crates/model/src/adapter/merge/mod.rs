@@ -213,8 +213,8 @@ impl<'a> MergePlan<'a> {
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
         // A file of which all tensors are skipped is not written.
         for (path, names) in base.files() {
-            let kept = base.kept().entries_of(path);
-            if names.is_empty() && kept.is_empty() {
+            let unused = base.kept().entries_of(path);
+            if names.is_empty() && unused.is_empty() {
                 continue;
             }
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -225,7 +225,7 @@ impl<'a> MergePlan<'a> {
                 let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
-            plan.files.push(MergeFile { name: file, outs, kept });
+            plan.files.push(MergeFile { name: file, outs, kept: unused });
         }
         // The files of a GGUF model are no examples for those of a folder.
         if base.is_gguf() {

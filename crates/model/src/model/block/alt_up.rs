@@ -119,31 +119,31 @@ pub(super) fn backward(
     state: &mut CarriedBackward<'_>,
 ) -> Result<Option<Tensor>> {
     let missing = || Error::internal("the saved tensors are of a block without AltUp");
-    let kept = saved.alt_up.as_ref().ok_or_else(missing)?;
+    let saved_streams = saved.alt_up.as_ref().ok_or_else(missing)?;
     let (config, dtype, count) = (pass.config, dy.dtype(), alt_up.streams);
-    let mut dstreams = match &kept.last {
+    let mut dstreams = match &saved_streams.last {
         Some(last) => alt_up.ends.one_of_backward(pass, last, dy, count)?,
         None => split(dy, count)?,
     };
-    let predicted = split(&kept.predicted, count)?;
+    let predicted = split(&saved_streams.predicted, count)?;
     let first = {
         let dbranch = converted(&sum_of(&dstreams[1..])?, dtype)?;
         let saved = saved.per_layer.as_ref().ok_or_else(missing)?;
         per_layer_of(w)?.branch_backward(pass, saved, &dbranch, state)?
     };
     let first = converted(&first, DType::F32)?;
-    alt_up.add_scale_gradient(&predicted, kept, &first)?;
+    alt_up.add_scale_gradient(&predicted, saved_streams, &first)?;
     dstreams[0] = (&dstreams[0] + alt_up.scaled_output(&first)?)?;
-    let (dactivated, router) = alt_up.correct_backward(pass, &predicted, kept, &mut dstreams)?;
+    let (dactivated, router) = alt_up.correct_backward(pass, &predicted, saved_streams, &mut dstreams)?;
     let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let around = (&dactivated, Some(&dactivated));
     let dh = around_mixer_backward(&w.channel_norms, config, ends, around, true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
-    let dactive = token_half_backward(pass, (w, alt_up), saved, kept, &dh, state)?;
+    let dactive = token_half_backward(pass, (w, alt_up), saved, saved_streams, &dh, state)?;
     dstreams[0] = (&dstreams[0] + converted(&dactive, DType::F32)?)?;
     let streams = alt_up.ends.streams(pass, &saved.x, count)?;
-    let dstreams = alt_up.predict_backward(pass, &streams, kept, (&dstreams, dtype), router)?;
+    let dstreams = alt_up.predict_backward(pass, &streams, saved_streams, (&dstreams, dtype), router)?;
     alt_up.ends.streams_backward(pass, &saved.x, &dstreams, need_dx)
 }
 

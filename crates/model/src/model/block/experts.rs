@@ -13,13 +13,14 @@
 //! gradients. Sums run in the order of the experts. Backward recomputes the gated products and the
 //! copies of the rows.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use candle_core::{DType, Tensor};
 
 use super::shared_expert::{PendingShared, SharedExpertSaved, SharedExpertWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
+use crate::locks::locked;
 use crate::model::Param;
 use crate::model::composition::Experts;
 use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
@@ -84,11 +85,11 @@ impl ExpertBalance {
 
     /// Returns the sum over the backwards so far, and starts again at 0.
     pub fn take(&self) -> f64 {
-        std::mem::take(&mut *self.value.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *locked(&self.value))
     }
 
     fn add(&self, value: f64) {
-        *self.value.lock().unwrap_or_else(PoisonError::into_inner) += value;
+        *locked(&self.value) += value;
     }
 }
 

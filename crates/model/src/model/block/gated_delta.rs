@@ -289,10 +289,10 @@ mod tests {
         let numbers: Vec<f32> = (0..names.len()).map(|i| i as f32).collect();
         let by_head = Tensor::from_vec(numbers.clone(), (1, names.len()), &Device::Cpu)?;
         let by_part = columns_of(&by_head, &order.to_parts)?;
-        let found: Vec<f32> = by_part.flatten_all()?.to_vec1()?;
-        let found: Vec<&str> = found.iter().map(|i| names[*i as usize]).collect();
+        let indices: Vec<f32> = by_part.flatten_all()?.to_vec1()?;
+        let columns: Vec<&str> = indices.iter().map(|i| names[*i as usize]).collect();
         let wanted = "q00 q01 q10 q11 k00 k01 k10 k11 v0 v1 v2 v3 z0 z1 z2 z3 b0 b1 b2 b3 a0 a1 a2 a3";
-        assert_eq!(found, wanted.split(' ').collect::<Vec<_>>());
+        assert_eq!(columns, wanted.split(' ').collect::<Vec<_>>());
         let back: Vec<f32> = columns_of(&by_part, &order.to_heads)?.flatten_all()?.to_vec1()?;
         assert_eq!(back, numbers);
         Ok(())

@@ -297,8 +297,8 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
             ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),
             ChannelMixerWeights::Experts(_) | ChannelMixerWeights::MlpAndExperts(_) => panic!("no MLP"),
         };
-        let found = [&attention.qkv, &attention.o, first, down].map(numbers);
-        assert_eq!(found, groups, "{model}");
+        let actual = [&attention.qkv, &attention.o, first, down].map(numbers);
+        assert_eq!(actual, groups, "{model}");
     }
     Ok(())
 }

@@ -27,8 +27,8 @@ pub(super) static APERTUS: Architecture = Architecture {
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    if let Some(found) = keys.opt_str("hidden_act")?.filter(|found| *found != "xielu") {
-        return Err(refused("hidden_act", format!("\"{found}\""), "xielu"));
+    if let Some(name) = keys.opt_str("hidden_act")?.filter(|found| *found != "xielu") {
+        return Err(refused("hidden_act", format!("\"{name}\""), "xielu"));
     }
     for key in ["mlp_bias", "post_norm"] {
         if keys.bool_or(key, false)? {

@@ -27,6 +27,7 @@ pub(super) static DEEPSEEK_V3: Architecture = Architecture {
 /// The architecture `deepseek2` of llama.cpp.
 pub(super) const GGUF: GgufFacts = GgufFacts {
     has_latents: true,
+    scales_latents_freely: true,
     rotates_partly: true,
     reads_yarn_ramp: true,
     experts: Some(GgufExperts::DEEPSEEK),
@@ -72,12 +73,12 @@ pub(super) fn compose_of(
 
 /// Returns the rope with the pairs of latent attention.
 pub(super) fn latent_rope(keys: &ConfigReader<'_>, rope: Rope) -> Result<Rope> {
-    let (rotated, found) = (keys.size("qk_rope_head_dim", MOST_HEADS)?, 2 * rope.inv_freq.len());
-    if found != rotated {
+    let (rotated, actual) = (keys.size("qk_rope_head_dim", MOST_HEADS)?, 2 * rope.inv_freq.len());
+    if actual != rotated {
         return Err(refused(
             "qk_rope_head_dim",
             rotated,
-            &format!("{found}, the columns that the rope rotates"),
+            &format!("{actual}, the columns that the rope rotates"),
         ));
     }
     Ok(Rope { interleaved: keys.bool_or("rope_interleave", true)?, ..rope })
@@ -140,8 +141,8 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
     let is_sigmoid = defaults.scores == RouterScores::Sigmoid;
     let scores = if is_sigmoid { "sigmoid" } else { "softmax" };
     for (key, accepted) in [("topk_method", "noaux_tc"), ("scoring_func", scores)] {
-        if let Some(found) = keys.opt_str(key)?.filter(|found| *found != accepted) {
-            return Err(refused(key, format!("\"{found}\""), accepted));
+        if let Some(value) = keys.opt_str(key)?.filter(|found| *found != accepted) {
+            return Err(refused(key, format!("\"{value}\""), accepted));
         }
     }
     if let Some(step) = keys.opt_usize("moe_layer_freq")?.filter(|step| *step != 1) {

@@ -192,18 +192,18 @@ fn heads_of_kinds(keys: &ConfigReader<'_>, sizes: &ModelSizes, kinds: &[usize]) 
         let accepted = format!("the numbers of layers, 0 to {}", kinds.len() - 1);
         return Err(refused("per_layer_config", format!("of layer \"{other}\""), &accepted));
     }
-    let mut found: [Option<Heads>; 2] = [None; 2];
+    let mut heads_by_kind: [Option<Heads>; 2] = [None; 2];
     for (layer, kind) in kinds.iter().enumerate() {
         let heads = match layers.opt_keys(&layer.to_string())? {
             Some(own) => heads_of_layer(&own, sizes.heads)?,
             None => sizes.heads,
         };
-        if *found[*kind].get_or_insert(heads) != heads {
+        if *heads_by_kind[*kind].get_or_insert(heads) != heads {
             return Err(Error::user("`per_layer_config` has different heads in layers of one kind")
                 .because(format!("layer {layer} of {} has others than those before it", KINDS[*kind])));
         }
     }
-    Ok(found.map(|heads| heads.unwrap_or(sizes.heads)))
+    Ok(heads_by_kind.map(|heads| heads.unwrap_or(sizes.heads)))
 }
 
 /// Returns the heads of a layer with keys of its own.

@@ -79,6 +79,9 @@ pub struct GgufFacts {
     pub rounds_yarn_ramp: bool,
     /// True if attention is latent.
     pub has_latents: bool,
+    /// True if `mscale` and `mscale_all_dim` of yarn may be other equal numbers than 1 in latent
+    /// attention.
+    pub scales_latents_freely: bool,
     /// True if layers without key heads are short convolutions.
     pub has_short_convs: bool,
     /// True if config.json without a scaling of rotary positions has one.
@@ -234,7 +237,7 @@ pub enum GgufNoPositions {
 
 impl GgufNoPositions {
     /// Returns the layers without positions that llama.cpp computes, for a model with `missing`
-    /// ones of which `slides` tells the sliding ones.
+    /// ones of which `slides` marks the sliding ones.
     pub fn wanted(self, missing: &[bool], slides: &[bool]) -> Vec<bool> {
         let any_slides = slides.contains(&true);
         let wanted = |layer: usize| match self {
@@ -295,6 +298,7 @@ impl GgufFacts {
         reads_yarn_ramp: false,
         rounds_yarn_ramp: false,
         has_latents: false,
+        scales_latents_freely: false,
         has_short_convs: false,
         scales_by_default: false,
         delta: None,

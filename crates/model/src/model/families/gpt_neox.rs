@@ -48,8 +48,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     for (other, read, value) in
         [("rope_theta", "rotary_emb_base", theta), ("partial_rotary_factor", "rotary_pct", partial)]
     {
-        if let Some(found) = keys.opt_f64(other)?.filter(|found| *found != value) {
-            return Err(refused(other, found, &format!("{value}, as {read} says")));
+        if let Some(given) = keys.opt_f64(other)?.filter(|found| *found != value) {
+            return Err(refused(other, given, &format!("{value}, as {read} says")));
         }
     }
     let rope =

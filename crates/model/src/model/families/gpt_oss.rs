@@ -50,17 +50,17 @@ pub(super) static GPT_OSS: Architecture = Architecture {
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let computed = [("swiglu_limit", CLAMP, "7"), ("swiglu_alpha", SIGMOID_FACTOR, "1.702")];
     for (key, value, accepted) in computed {
-        let found = keys.f64_or(key, value.into())?;
-        if found as f32 != value {
-            return Err(refused(key, found, accepted));
+        let given = keys.f64_or(key, value.into())?;
+        if given as f32 != value {
+            return Err(refused(key, given, accepted));
         }
     }
     let bias = keys.bool_or("attention_bias", true)?;
     let window = parts::window(keys, Some(128))?;
     let attention =
         AttentionMixer { qkv_bias: bias, o_bias: bias, has_sinks: true, ..parts::attention(keys, sizes)? };
-    if let Some(found) = keys.opt_str("hidden_act")?.filter(|found| !["silu", "swish"].contains(found)) {
-        return Err(refused("hidden_act", format!("\"{found}\""), "silu, which the gate clamps"));
+    if let Some(name) = keys.opt_str("hidden_act")?.filter(|found| !["silu", "swish"].contains(found)) {
+        return Err(refused("hidden_act", format!("\"{name}\""), "silu, which the gate clamps"));
     }
     let experts = Experts {
         activation: Activation::ClampedSilu,

@@ -20,8 +20,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let width = keys.size("intermediate_size", MOST_WIDE)?;
     let variants = [("num_shared_expert", 1), ("moe_intermediate_size", width), ("moe_layer_num_skipped", 0)];
     for (key, accepted) in variants {
-        if let Some(found) = parts::size_of_layers(keys, key)?.filter(|found| *found != accepted) {
-            return Err(refused(key, found, &format!("{accepted}, null, no such key")));
+        if let Some(given) = parts::size_of_layers(keys, key)?.filter(|found| *found != accepted) {
+            return Err(refused(key, given, &format!("{accepted}, null, no such key")));
         }
     }
     if !keys.bool_or("use_mixed_mlp_moe", true)? {

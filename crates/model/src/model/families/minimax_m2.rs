@@ -57,8 +57,8 @@ fn refuse_variants(keys: &ConfigReader<'_>) -> Result<()> {
         }
     }
     for (key, accepted) in [("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")] {
-        if let Some(found) = keys.opt_str(key)?.filter(|found| *found != accepted) {
-            return Err(refused(key, format!("\"{found}\""), accepted));
+        if let Some(value) = keys.opt_str(key)?.filter(|found| *found != accepted) {
+            return Err(refused(key, format!("\"{value}\""), accepted));
         }
     }
     if let Some(width) = keys.opt_usize("shared_intermediate_size")?.filter(|width| *width != 0) {

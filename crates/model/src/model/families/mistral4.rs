@@ -21,7 +21,7 @@ pub(super) static MISTRAL4: Architecture = Architecture {
         down: "mlp.experts.down_proj",
     }),
     rotates_partly: true,
-    gguf: GgufFacts { architecture: "mistral4", ..deepseek_v3::GGUF },
+    gguf: GgufFacts { architecture: "mistral4", scales_latents_freely: false, ..deepseek_v3::GGUF },
     ..parts::architecture("mistral4", &["mistral4"], compose)
 };
 

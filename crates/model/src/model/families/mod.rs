@@ -223,8 +223,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
         }
         _ => "choose a model of one of these families",
     };
-    let found = FAMILIES.iter().find(|family| family.model_types.contains(&model_type));
-    found.copied().ok_or_else(|| {
+    let family = FAMILIES.iter().find(|family| family.model_types.contains(&model_type));
+    family.copied().ok_or_else(|| {
         Error::user(format!("`model_type` is \"{model_type}\""))
             .because(format!("accepted: {}", known()))
             .hint(hint)
@@ -338,13 +338,13 @@ mod tests {
     fn a_part_of_heads_rotates_in_the_families_that_read_the_key() {
         let reads = "gemma4_text gemma4_unified_text glm4 glm4_moe glm4_moe_lite gpt_neox minimax_m2 mistral4 \
                      nemotron phi3 qwen3_5_moe_text qwen3_5_text qwen3_next stablelm";
-        let mut found: Vec<&str> = families()
+        let mut names: Vec<&str> = families()
             .filter(|family| family.rotates_partly)
             .flat_map(|family| family.model_types)
             .copied()
             .collect();
-        found.sort_unstable();
-        assert_eq!(found.join(" "), reads);
+        names.sort_unstable();
+        assert_eq!(names.join(" "), reads);
         let types = families().filter(|family| !family.rotates_partly && !family.has_latents);
         for model_type in types.flat_map(|family| family.model_types) {
             let with = |keys: Value| {
@@ -525,9 +525,9 @@ mod tests {
                 numbers.exists().then_some(config.family.name)
             })
         };
-        let found: BTreeSet<&str> = models(&golden).chain(models(&golden.join("families"))).collect();
+        let golden_models: BTreeSet<&str> = models(&golden).chain(models(&golden.join("families"))).collect();
         let families: BTreeSet<&str> = FAMILIES.iter().map(|family| family.name).collect();
-        assert_eq!(found, families, "families with a model and numbers in tests/golden");
+        assert_eq!(golden_models, families, "families with a model and numbers in tests/golden");
     }
 
     #[test]

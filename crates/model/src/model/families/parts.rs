@@ -156,8 +156,8 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
 
 /// Reads the number of experts, by the first of `names` that config.json has.
 pub(super) fn expert_count(keys: &ConfigReader<'_>, names: &[&str], default: usize) -> Result<usize> {
-    let found = names.iter().find(|name| keys.get(name).is_some());
-    Ok(found.map(|name| keys.size(name, MOST_EXPERTS)).transpose()?.unwrap_or(default))
+    let key = names.iter().find(|name| keys.get(name).is_some());
+    Ok(key.map(|name| keys.size(name, MOST_EXPERTS)).transpose()?.unwrap_or(default))
 }
 
 /// Reads the number of experts of a token out of `count`, by the first of `names` that config.json
@@ -168,8 +168,8 @@ pub(super) fn chosen_experts(
     count: usize,
     default: usize,
 ) -> Result<usize> {
-    let (most, found) = (count.min(MOST_CHOSEN), names.iter().find(|name| keys.get(name).is_some()));
-    let Some(name) = found else {
+    let (most, key) = (count.min(MOST_CHOSEN), names.iter().find(|name| keys.get(name).is_some()));
+    let Some(name) = key else {
         let missing = || {
             Error::user(format!("`{}` is missing", names[0]))
                 .because(format!("its default {default} is above the accepted 1 to {most}"))
@@ -187,8 +187,8 @@ pub(super) fn size_of_layers(keys: &ConfigReader<'_>, key: &str) -> Result<Optio
     let Some(list) = keys.get(key).and_then(Value::as_array) else { return keys.opt_usize(key) };
     let same = list.first().filter(|first| list.iter().all(|one| one == *first)).and_then(Value::as_u64);
     let same = same.and_then(|size| usize::try_from(size).ok());
-    let found = || list.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
-    same.map(Some).ok_or_else(|| refused(key, format!("[{}]", found()), "one number for all layers"))
+    let values = || list.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
+    same.map(Some).ok_or_else(|| refused(key, format!("[{}]", values()), "one number for all layers"))
 }
 
 /// Returns as many experts as the first of `sizes`, of which a softmax chooses as many as the
@@ -341,8 +341,8 @@ pub(super) fn layer_kinds(
             .because(format!("num_hidden_layers is {count}")));
     }
     let kind = |name: &Value| {
-        let found = kinds.iter().position(|kind| name.as_str() == Some(kind));
-        found.ok_or_else(|| {
+        let index = kinds.iter().position(|kind| name.as_str() == Some(kind));
+        index.ok_or_else(|| {
             Error::user(format!("`{key}` names {name}")).because(format!("accepted: {}", kinds.join(", ")))
         })
     };

@@ -54,8 +54,8 @@ pub(super) fn token_mixers(
 ) -> Result<Vec<TokenMixer>> {
     // The convolution of Gated DeltaNet has the activation of the MLP in transformers.
     if parts::activation(keys)? != Activation::Silu {
-        let found = keys.opt_str("hidden_act")?.unwrap_or_default();
-        return Err(refused("hidden_act", format!("\"{found}\""), "silu"));
+        let activation = keys.opt_str("hidden_act")?.unwrap_or_default();
+        return Err(refused("hidden_act", format!("\"{activation}\""), "silu"));
     }
     let attention = AttentionMixer {
         qk_norm: Some(QkNormWidth::Head),

@@ -28,15 +28,15 @@ const DROPOUTS: [&str; 6] = [
 
 /// Returns the keys of dropout above 0 with their values: "`attention_dropout` 0.1".
 pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {
-    let mut found = Vec::new();
+    let mut warnings = Vec::new();
     for key in DROPOUTS {
         match keys.f64_or(key, 0.0)? {
             0.0 => {}
-            above if (0.0..1.0).contains(&above) => found.push(format!("`{key}` {above}")),
+            above if (0.0..1.0).contains(&above) => warnings.push(format!("`{key}` {above}")),
             other => return Err(refused(key, other, "from 0 to below 1")),
         }
     }
-    Ok(found)
+    Ok(warnings)
 }
 
 pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
@@ -76,8 +76,8 @@ fn refuse(keys: &ConfigReader<'_>, unsupported: &[&str], hint: &str) -> Result<(
             v.as_f64() != Some(0.0) && v.as_bool() != Some(false) && v.as_str() != Some("vision")
         });
         if asks {
-            let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
-            return Err(Error::user(format!("`{key}` is {found}"))
+            let value = keys.get(key).map(ToString::to_string).unwrap_or_default();
+            return Err(Error::user(format!("`{key}` is {value}"))
                 .because("this engine does not compute it; accepted: no such key, null, 0, false")
                 .hint(hint));
         }

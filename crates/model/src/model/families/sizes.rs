@@ -63,9 +63,9 @@ pub(super) fn key_heads_or<const COUNT: usize>(keys: &ConfigReader<'_>, num_head
 /// Returns heads as wide as the wider of keys and values.
 fn latent_heads(keys: &ConfigReader<'_>) -> Result<Heads> {
     let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
-    let found = keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads);
-    if found != num_heads {
-        return Err(refused("num_key_value_heads", found, &format!("{num_heads}, num_attention_heads")));
+    let given = keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads);
+    if given != num_heads {
+        return Err(refused("num_key_value_heads", given, &format!("{num_heads}, num_attention_heads")));
     }
     let size = |key| keys.size(key, MOST_HEADS);
     let key = size("qk_nope_head_dim")? + size("qk_rope_head_dim")?;

@@ -97,8 +97,8 @@ fn differing<M>(
             let all = to.iter_mut().zip(values).zip(noise.as_flattened());
             all.for_each(|((to, value), noise)| *to = stochastic_rounding::round(*value, *noise));
         }
-        let found = to_host_vec::<bf16>(&param)?;
-        count += found.iter().zip(&rounded).filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64;
+        let updated = to_host_vec::<bf16>(&param)?;
+        count += updated.iter().zip(&rounded).filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64;
     }
     Ok(count)
 }

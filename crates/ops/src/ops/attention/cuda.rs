@@ -104,7 +104,7 @@ pub(super) fn forward(
     let (rows, device) = (launch.rows as usize, qkv.q.tensor.device());
     let out = empty(rows, kind.heads.q_width(), DType::BF16, device)?;
     let lse = empty(kind.heads.num_heads, rows, DType::F32, device)?;
-    driver.note_attention(&|| products_of(spans, kind));
+    driver.record_attention(&|| products_of(spans, kind));
     let kernel = match shape.head_dim {
         64 => kernels::attention_forward_64,
         80 => kernels::attention_forward_80,
@@ -156,7 +156,7 @@ pub(super) fn backward(
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let delta = delta(driver, attended, dout, &launch, shape)?;
     // The backward recomputes the scores, and multiplies their gradient with k, q and dout.
-    driver.note_attention(&|| 2.5 * products_of(spans, kind));
+    driver.record_attention(&|| 2.5 * products_of(spans, kind));
     let d = empty(launch.rows as usize, heads.qkv_width(), DType::BF16, dout.device())?;
     let step = BackwardStep { driver, qkv, lse: &attended.lse, dout, delta: &delta, shape, launch };
     step.keys(&lists.keys, heads, &d)?;
@@ -269,9 +269,9 @@ fn delta(
 }
 
 fn shape_of(kind: AttentionKind) -> Result<HeadShape> {
-    let found = kind.heads.head_dim;
-    HeadShape::of(found)
-        .ok_or_else(|| Error::internal(format!("no attention kernel has heads of {found} values")))
+    let head_dim = kind.heads.head_dim;
+    HeadShape::of(head_dim)
+        .ok_or_else(|| Error::internal(format!("no attention kernel has heads of {head_dim} values")))
 }
 
 fn blocks(count: usize, threads: u32, shared_bytes: usize) -> LaunchShape {
@@ -353,8 +353,8 @@ fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists
     // The number of a GPU does not identify the device: opened anew, it has another stream.
     let is_same =
         |(of, lists): &&(ListsKey, Rc<TileLists>)| *of == key && lists.queries.device().same_device(device);
-    let kept = LISTS.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, lists)| Rc::clone(lists)));
-    if let Some(lists) = kept {
+    let cached = LISTS.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, lists)| Rc::clone(lists)));
+    if let Some(lists) = cached {
         return Ok(lists);
     }
     let upload = |list: Vec<[u32; 5]>| upload_list(&list, device);

@@ -175,13 +175,13 @@ mod tests {
     #[test]
     fn sets_come_in_turn_and_are_as_many_as_no_cache_holds() -> Result<()> {
         let inputs = |work| BenchInputs::new(&Device::Cpu, &shapes(u64::MAX), work);
-        let taken = |work| -> Result<Vec<usize>> {
+        let five_sets = |work| -> Result<Vec<usize>> {
             let sets = inputs(work).sets(Ok)?;
             (0..5).map(|_| sets.next().copied()).collect()
         };
-        assert_eq!(taken(OpWork::Bytes(100 << 20))?, [0, 1, 2, 0, 1]);
-        assert_eq!(taken(OpWork::Bytes(1 << 30))?, [0; 5]);
-        assert_eq!(taken(OpWork::Flops(1))?, [0; 5]);
+        assert_eq!(five_sets(OpWork::Bytes(100 << 20))?, [0, 1, 2, 0, 1]);
+        assert_eq!(five_sets(OpWork::Bytes(1 << 30))?, [0; 5]);
+        assert_eq!(five_sets(OpWork::Flops(1))?, [0; 5]);
         assert_eq!(inputs(OpWork::Bytes(1)).sets, 16);
         assert_eq!(BenchInputs::new(&Device::Cpu, &shapes(250), OpWork::Bytes(100)).sets, 2);
         assert_eq!(BenchInputs::new(&Device::Cpu, &shapes(50), OpWork::Bytes(100)).sets, 1);

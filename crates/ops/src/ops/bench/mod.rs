@@ -276,8 +276,8 @@ mod tests {
         }
 
         fn gemm(&self, _: &Gemm) -> Result<()> {
-            let place = *locked(&self.place);
-            locked(&self.multiplied_by).push(place);
+            let factor = *locked(&self.place);
+            locked(&self.multiplied_by).push(factor);
             Ok(())
         }
 

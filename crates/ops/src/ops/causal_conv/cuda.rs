@@ -101,6 +101,6 @@ pub(super) fn backward(
 }
 
 fn refused(x: &Tensor, weight: &Tensor) -> Error {
-    let found = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
-    Error::internal("no kernel of the causal convolution supports these types").because(found)
+    let types = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
+    Error::internal("no kernel of the causal convolution supports these types").because(types)
 }

@@ -241,9 +241,9 @@ fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Re
         Tensor::from_vec(values, len, &Device::Cpu)
     };
     let flags = |flags: Vec<bool>| tensor(flags.into_iter().map(|hit| f64::from(u8::from(hit))).collect());
-    let found = scores.iter().map(|score| f64::from(score.loss)).collect();
+    let actual = scores.iter().map(|score| f64::from(score.loss)).collect();
     Ok(vec![
-        TensorPair::new(tensor(found)?, tensor(losses)?),
+        TensorPair::new(tensor(actual)?, tensor(losses)?),
         TensorPair::new(flags(scores.iter().map(|score| score.correct).collect())?, flags(hits)?),
     ])
 }

@@ -52,12 +52,12 @@ pub(super) fn chunk_rows<K: FloatElement>(vocab: usize) -> usize {
 /// Returns the peak bytes of the loss of `rows` rows of `width` values of this dtype: stored
 /// values, a part's logits, and the rows' gradient.
 pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, has_softcap: bool) -> usize {
-    let (chunk, kept) = if dtype == DType::BF16 && !has_softcap {
+    let (chunk, logit_bytes) = if dtype == DType::BF16 && !has_softcap {
         (chunk_rows::<bf16>(vocab), size_of::<bf16>())
     } else {
         (chunk_rows::<f32>(vocab), size_of::<f32>())
     };
-    rows.min(chunk) * (kept * vocab + size_of::<f32>() * (vocab.min(PART) + 2 * width))
+    rows.min(chunk) * (logit_bytes * vocab + size_of::<f32>() * (vocab.min(PART) + 2 * width))
 }
 
 /// A storage type for the values of a chunk's logits.
@@ -160,19 +160,22 @@ impl ChunkedLoss<'_> {
                 adapter.add_logits(logits, chunk, &part);
             }
             let len = part.len();
-            let kept = &mut kept[rows * part.start..rows * part.end];
+            let part_logits = &mut kept[rows * part.start..rows * part.end];
             let maxima = &mut maxima[part.start / PART * rows..][..rows];
-            let work = logits.par_chunks_mut(len).zip(kept.par_chunks_mut(len)).zip(maxima).zip(states);
-            work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|((((row, kept), max), state), &n)| {
-                if let Some(cap) = cap {
-                    cap_logits(row, cap);
-                    keep(kept, row);
-                }
-                *max = add_part(row, &mut [], state, part.start, self.targets.ids[n] as usize);
-                if cap.is_none() {
-                    keep(kept, row);
-                }
-            });
+            let work =
+                logits.par_chunks_mut(len).zip(part_logits.par_chunks_mut(len)).zip(maxima).zip(states);
+            work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(
+                |((((row, part_logits), max), state), &n)| {
+                    if let Some(cap) = cap {
+                        cap_logits(row, cap);
+                        keep(part_logits, row);
+                    }
+                    *max = add_part(row, &mut [], state, part.start, self.targets.ids[n] as usize);
+                    if cap.is_none() {
+                        keep(part_logits, row);
+                    }
+                },
+            );
         });
         FirstPass { kept, maxima, states }
     }
@@ -227,10 +230,10 @@ impl ChunkedLoss<'_> {
         first_pass: &'k mut FirstPass<'_, K>,
     ) -> &'k [K] {
         let (rows, len) = (chunk.len(), part.len());
-        let kept = &mut first_pass.kept[rows * part.start..rows * part.end];
+        let part_logits = &mut first_pass.kept[rows * part.start..rows * part.end];
         let maxima = &first_pass.maxima[part.start / PART * rows..][..rows];
         let cap = self.kind.softcap.map(|cap| cap as f32);
-        let work = kept.par_chunks_mut(len).zip(maxima).zip(&first_pass.states);
+        let work = part_logits.par_chunks_mut(len).zip(maxima).zip(&first_pass.states);
         work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|(((d, &max), state), &n)| {
             let scale = self.targets.scale(n, self.kind.scale);
             match cap {
@@ -244,7 +247,7 @@ impl ChunkedLoss<'_> {
                 d[target - part.start] = K::nearest(scale * (p - 1.0) * slope);
             }
         });
-        kept
+        part_logits
     }
 }
 
@@ -387,9 +390,9 @@ mod tests {
                 let grads = OutputGrads { weight: Some(&grad), ..OutputGrads::default() };
                 let output = Output { weight: &weight, delta: None };
                 let kind = LossKind { scale: 1.0, softcap };
-                let found = loss(&x, output, LossTargets::unweighted(&[3]), kind, grads)?;
-                assert!(found.loss.read()?.is_nan(), "{softcap:?}, {at}");
-                assert!(read::<f32>(&found.dx)?.iter().all(|d| d.is_nan()), "{softcap:?}, {at}");
+                let result = loss(&x, output, LossTargets::unweighted(&[3]), kind, grads)?;
+                assert!(result.loss.read()?.is_nan(), "{softcap:?}, {at}");
+                assert!(read::<f32>(&result.dx)?.iter().all(|d| d.is_nan()), "{softcap:?}, {at}");
                 assert!(read::<f32>(&grad)?.iter().all(|d| d.is_nan()), "{softcap:?}, {at}");
             }
         }

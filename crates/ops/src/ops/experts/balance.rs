@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::choice::softmax;
 use super::cuda;
-use crate::backends::gpu::{self, Route, are_floats};
+use crate::backends::gpu::{self, Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::Result;
 use crate::rounding::Rounded;
@@ -22,13 +22,13 @@ use crate::runtime::trace::{SpanInfo, span};
 pub fn balance_experts(logits: &Tensor, pull: &Tensor, dlogits: &TensorMut) -> Result<f64> {
     let _span =
         span(|| SpanInfo::op("balance_experts").dims(logits.dims()).moves(&[logits, dlogits, dlogits]));
-    match Route::of(logits, are_floats([logits.dtype()])) {
-        Route::Kernel(driver) => {
+    match Implementation::of(logits, are_floats([logits.dtype()])) {
+        Implementation::Kernel(driver) => {
             let values: Vec<f32> = gpu::read(&*cuda::balance(driver, logits, pull, dlogits)?)?;
             return Ok(values.into_iter().map(f64::from).sum());
         }
-        Route::Composed => return reference(logits, pull, dlogits),
-        Route::Cpu => {}
+        Implementation::Composed => return reference(logits, pull, dlogits),
+        Implementation::Cpu => {}
     }
     let (rows, experts) = dims2(logits)?;
     let mut values = vec![0f32; rows];

@@ -129,23 +129,27 @@ pub(in crate::ops) fn row_cases(what: &str, sizes: ExpertSizes) -> [OpCase; 3] {
     let plain = |weights: &Tensor| -> Result<Tensor> { Ok(weights.to_device(&Device::Cpu)?) };
     [
         OpCase::new("scale_rows", what, Tolerance::ROUNDED, move |runner| {
-            let (x, (choice, [rows, there])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
+            let (x, (choice, [rows, reference_rows])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
             let got = scale_rows(&x.here, &choice.weights, &rows)?;
-            Ok(vec![TensorPair::new(got, scale_reference(&x.plain, &plain(&choice.weights)?, &there)?)])
+            Ok(vec![TensorPair::new(
+                got,
+                scale_reference(&x.plain, &plain(&choice.weights)?, &reference_rows)?,
+            )])
         }),
         OpCase::new("scale_rows_backward", what, Tolerance::BACKWARD, move |runner| {
             let (x, dy) = (runner.normal("x", shape)?, runner.normal("dy", shape)?);
-            let (choice, [rows, there]) = chosen_rows(runner)?;
+            let (choice, [rows, reference_rows]) = chosen_rows(runner)?;
             let got = scale_rows_backward(&x.here, &dy.here, &choice.weights, &rows)?;
-            let want = scale_reference_backward(&x.plain, &dy.plain, &plain(&choice.weights)?, &there)?;
+            let want =
+                scale_reference_backward(&x.plain, &dy.plain, &plain(&choice.weights)?, &reference_rows)?;
             Ok(vec![TensorPair::new(got, want), x.pair(), dy.pair()])
         }),
         OpCase::new("combine_rows", what, Tolerance::FORWARD, move |runner| {
-            let (x, (_, [rows, there])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
+            let (x, (_, [rows, reference_rows])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
             let added = runner.normal("added", (tokens, width))?;
             let pair = |here: Option<&Tensor>, plain: Option<&Tensor>| -> Result<TensorPair> {
                 let got = combine_rows(&x.here, &rows, here)?;
-                Ok(TensorPair::new(got, combine_reference(&x.plain, &there, plain)?))
+                Ok(TensorPair::new(got, combine_reference(&x.plain, &reference_rows, plain)?))
             };
             Ok(vec![pair(None, None)?, pair(Some(&added.here), Some(&added.plain))?])
         }),

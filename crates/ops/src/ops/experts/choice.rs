@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::cuda;
 use super::order::{ExpertChoice, ExpertGroups, Router, RouterScores};
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, with_elem};
@@ -19,10 +19,10 @@ use crate::runtime::trace::{SpanInfo, span};
 /// device fails.
 pub fn choose_experts(logits: &Tensor, bias: Option<&Tensor>, router: Router) -> Result<ExpertChoice> {
     let _span = span(|| SpanInfo::op("choose_experts").dims(logits.dims()).moves(&[logits]));
-    match Route::of(logits, are_floats([logits.dtype()])) {
-        Route::Kernel(driver) => return cuda::choose(driver, logits, bias, router),
-        Route::Composed => return reference(logits, bias, router),
-        Route::Cpu => {}
+    match Implementation::of(logits, are_floats([logits.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::choose(driver, logits, bias, router),
+        Implementation::Composed => return reference(logits, bias, router),
+        Implementation::Cpu => {}
     }
     let (rows, experts) = dims2(logits)?;
     let k = router.chosen;
@@ -53,10 +53,12 @@ pub fn choose_experts_backward(
     router: Router,
 ) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("choose_experts_backward").dims(logits.dims()).moves(&[logits, logits]));
-    match Route::of(logits, are_floats([logits.dtype()])) {
-        Route::Kernel(driver) => return cuda::choose_backward(driver, logits, choice, dweights, router),
-        Route::Composed => return reference_backward(logits, choice, dweights, router),
-        Route::Cpu => {}
+    match Implementation::of(logits, are_floats([logits.dtype()])) {
+        Implementation::Kernel(driver) => {
+            return cuda::choose_backward(driver, logits, choice, dweights, router);
+        }
+        Implementation::Composed => return reference_backward(logits, choice, dweights, router),
+        Implementation::Cpu => {}
     }
     let (rows, experts) = dims2(logits)?;
     let k = router.chosen;
@@ -142,8 +144,8 @@ fn keep_groups(keys: &mut [f32], ExpertGroups { count, chosen }: ExpertGroups) {
         first_two.into_iter().filter(|key| key.is_finite()).sum::<f32>()
     };
     let mut scores: Vec<f32> = keys.chunks(size).map(score).collect();
-    let (mut best, mut found) = (vec![0; chosen], vec![0.0; chosen]);
-    take_best(&mut scores, &mut best, &mut found);
+    let (mut best, mut best_scores) = (vec![0; chosen], vec![0.0; chosen]);
+    take_best(&mut scores, &mut best, &mut best_scores);
     for (number, group) in keys.chunks_mut(size).enumerate() {
         if !best.contains(&(number as u32)) {
             group.fill(f32::NAN);
@@ -221,10 +223,10 @@ pub(crate) fn reference(logits: &Tensor, bias: Option<&Tensor>, router: Router) 
             let (sorted, _) = by_group.sort_last_dim(false)?;
             let of_groups = sorted.narrow(2, 0, (experts / count).min(2))?.sum(2)?;
             let best = of_groups.arg_sort_last_dim(false)?.narrow(1, 0, chosen)?.contiguous()?;
-            let kept =
+            let chosen_groups =
                 of_groups.zeros_like()?.scatter_add(&best, &best.ones_like()?.to_dtype(DType::F32)?, 1)?;
             // 0 for the best groups, else minus infinity.
-            let mask = kept.log()?.unsqueeze(2)?;
+            let mask = chosen_groups.log()?.unsqueeze(2)?;
             by_group.broadcast_add(&mask)?.reshape((rows, experts))?
         }
     };

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::cuda;
 use super::order::ExpertRows;
-use crate::backends::gpu::{Route, are_floats};
+use crate::backends::gpu::{Implementation, are_floats};
 use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -21,10 +21,10 @@ use crate::runtime::trace::{SpanInfo, span};
 /// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn scale_rows(x: &Tensor, weights: &Tensor, rows: &ExpertRows) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("scale_rows").dims(x.dims()).moves(&[x, x]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::scale(driver, x, weights, rows),
-        Route::Composed => return scale_reference(x, weights, rows),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::scale(driver, x, weights, rows),
+        Implementation::Composed => return scale_reference(x, weights, rows),
+        Implementation::Cpu => {}
     }
     let (count, width) = dims2(x)?;
     let weights = read::<f32>(weights)?;
@@ -53,10 +53,10 @@ pub fn scale_rows_backward(
     rows: &ExpertRows,
 ) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("scale_rows_backward").dims(x.dims()).moves(&[x, x, dy, dy]));
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::scale_backward(driver, x, dy, weights, rows),
-        Route::Composed => return scale_reference_backward(x, dy, weights, rows),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::scale_backward(driver, x, dy, weights, rows),
+        Implementation::Composed => return scale_reference_backward(x, dy, weights, rows),
+        Implementation::Cpu => {}
     }
     let (count, width) = dims2(x)?;
     let shape = weights.dims2()?;
@@ -91,10 +91,10 @@ pub fn combine_rows(x: &Tensor, rows: &ExpertRows, added: Option<&Tensor>) -> Re
         let moved = [Some(x), added, added].into_iter().flatten().collect::<Vec<_>>();
         SpanInfo::op("combine_rows").dims(x.dims()).moves(&moved)
     });
-    match Route::of(x, are_floats([x.dtype()])) {
-        Route::Kernel(driver) => return cuda::combine(driver, x, rows, added),
-        Route::Composed => return combine_reference(x, rows, added),
-        Route::Cpu => {}
+    match Implementation::of(x, are_floats([x.dtype()])) {
+        Implementation::Kernel(driver) => return cuda::combine(driver, x, rows, added),
+        Implementation::Composed => return combine_reference(x, rows, added),
+        Implementation::Cpu => {}
     }
     let ((_, width), k) = (dims2(x)?, rows.per_token()?);
     with_elem!(x.dtype(), T => {

@@ -142,8 +142,8 @@ impl DeltaCase {
         let got = gated_delta_backward(pairs.here(), &here, &dout.here, heads, &spans, grads, da, db)?;
         let plain = columns(|pair| &pair.plain);
         let want = reference_backward(pairs.plain(), &want, &dout.plain, heads, &spans, plain)?;
-        let mut found = vec![TensorPair::new(got, want), dgates.pair()];
-        found.extend(params.map(OpPair::pair));
-        Ok(found)
+        let mut pairs_of_results = vec![TensorPair::new(got, want), dgates.pair()];
+        pairs_of_results.extend(params.map(OpPair::pair));
+        Ok(pairs_of_results)
     }
 }

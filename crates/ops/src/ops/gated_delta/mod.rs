@@ -35,7 +35,7 @@ use candle_core::Tensor;
 pub use super::attention::Span;
 use super::causal_conv::is_one_sequence;
 use super::matmul::{ColumnView, ColumnViewMut};
-use crate::backends::gpu::Route;
+use crate::backends::gpu::Implementation;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};
@@ -122,7 +122,7 @@ impl DeltaHeads {
     }
 
     /// Returns the floating-point operations of its backward, which recomputes the chunks.
-    pub fn backward_flops(self, tokens: usize) -> usize {
+    pub(crate) fn backward_flops(self, tokens: usize) -> usize {
         let (dk, dv) = (self.key_dim, self.value_dim);
         tokens * self.num_value_heads * (14 * dk * dv + CHUNK * (10 * dk + 8 * dv))
     }
@@ -179,10 +179,10 @@ pub fn gated_delta(
     if state.is_some() && !is_one_sequence(spans, inputs.qkv) {
         return Err(Error::internal("a state of the delta rule requires one span of all rows"));
     }
-    match Route::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
-        Route::Kernel(driver) => cuda::forward(driver, inputs, heads, spans, state),
-        Route::Composed => reference(inputs, heads, spans, state),
-        Route::Cpu => cpu::forward(inputs, heads, spans, state),
+    match Implementation::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
+        Implementation::Kernel(driver) => cuda::forward(driver, inputs, heads, spans, state),
+        Implementation::Composed => reference(inputs, heads, spans, state),
+        Implementation::Cpu => cpu::forward(inputs, heads, spans, state),
     }
 }
 
@@ -210,10 +210,10 @@ pub fn gated_delta_backward(
     let _span =
         span(|| delta_info("gated_delta_backward", &inputs, heads, 2).flops(heads.backward_flops(tokens)));
     let gates = GateGrads { params: grads, da, db };
-    match Route::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
-        Route::Kernel(driver) => cuda::backward(driver, inputs, output, dout, heads, spans, gates),
-        Route::Composed => reference_backward(inputs, output, dout, heads, spans, gates),
-        Route::Cpu => cpu::backward(inputs, output, dout, heads, spans, gates),
+    match Implementation::of(inputs.qkv, cuda::is_supported(&inputs, heads)) {
+        Implementation::Kernel(driver) => cuda::backward(driver, inputs, output, dout, heads, spans, gates),
+        Implementation::Composed => reference_backward(inputs, output, dout, heads, spans, gates),
+        Implementation::Cpu => cpu::backward(inputs, output, dout, heads, spans, gates),
     }
 }
 
@@ -238,9 +238,9 @@ impl DeltaInputs<'_> {
     /// Fails if a width differs from that of the heads, or the spans overlap or are not in order.
     fn check(&self, heads: DeltaHeads, spans: &[Span]) -> Result<usize> {
         let (rows, width) = self.qkv.dims2()?;
-        let found = [width, self.a.len, self.b.len, heads.group() * heads.num_key_heads];
+        let actual = [width, self.a.len, self.b.len, heads.group() * heads.num_key_heads];
         let values = heads.num_value_heads;
-        if found != [heads.conv_width(), values, values, values] {
+        if actual != [heads.conv_width(), values, values, values] {
             return Err(Error::internal("inputs of the delta rule have other widths than its heads")
                 .because(format!("found {width}, {} and {} for {heads:?}", self.a.len, self.b.len)));
         }

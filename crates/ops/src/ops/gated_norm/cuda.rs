@@ -147,6 +147,6 @@ fn gain_gradient(
 }
 
 fn refused(x: &Tensor, weight: &Tensor) -> Error {
-    let found = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
-    Error::internal("no kernel of the gated RMSNorm supports these types").because(found)
+    let types = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
+    Error::internal("no kernel of the gated RMSNorm supports these types").because(types)
 }

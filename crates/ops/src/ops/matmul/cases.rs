@@ -139,10 +139,10 @@ impl MatmulCase {
         };
         for (dtype, what) in [(OperandDtype::F32, "f32"), (OperandDtype::Bf16, "bf16")] {
             let names = ["dst", "a", "b"].into_iter().zip(self.operands);
-            let kept: Vec<&str> =
+            let names_of_dtype: Vec<&str> =
                 names.filter(|(_, operand)| *operand == dtype).map(|(name, _)| name).collect();
-            if !kept.is_empty() {
-                text += &format!(", {what} {}", kept.join(" "));
+            if !names_of_dtype.is_empty() {
+                text += &format!(", {what} {}", names_of_dtype.join(" "));
             }
         }
         text

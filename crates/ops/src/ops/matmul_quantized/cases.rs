@@ -383,9 +383,9 @@ mod tests {
             },
             QuantFormat::Ggml(_) => 7,
         };
-        let mut found: Vec<usize> = FORMATS.iter().chain(&KEPT).map(index).collect();
-        found.sort_unstable();
-        found.dedup();
-        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6, 7]);
+        let mut indices: Vec<usize> = FORMATS.iter().chain(&KEPT).map(index).collect();
+        indices.sort_unstable();
+        indices.dedup();
+        assert_eq!(indices, [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 }

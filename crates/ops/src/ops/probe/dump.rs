@@ -98,26 +98,28 @@ impl ProbeDump {
 
     fn difference(&self, one: &ProbeInstruction, recorded: &ProbeDump) -> Option<String> {
         let name = &one.name;
-        let (Some(found), Some(wanted)) = (self.find(name), recorded.find(name)) else {
+        let (Some(actual), Some(wanted)) = (self.find(name), recorded.find(name)) else {
             return Some(format!("{name} is missing from one dump: record the older dump again"));
         };
-        if (found.registers, found.words.len()) != (wanted.registers, wanted.words.len()) {
+        if (actual.registers, actual.words.len()) != (wanted.registers, wanted.words.len()) {
             return Some(format!(
                 "{name} has another number of registers or threads: record the older dump again"
             ));
         }
-        let pairs = || found.words.iter().zip(&wanted.words).map(|(&found, &wanted)| Word { found, wanted });
+        let pairs = || {
+            actual.words.iter().zip(&wanted.words).map(|(&actual, &wanted)| Word { found: actual, wanted })
+        };
         let wrong = |(_, word): &(usize, Word)| !word.agrees(one.agreement);
         let (at, first) = pairs().enumerate().find(wrong)?;
         let count = pairs().enumerate().filter(wrong).count();
         let (thread, register) = (at / one.registers, at % one.registers);
-        let place = match one.threads {
+        let thread_name = match one.threads {
             32 => format!("lane {thread}"),
             _ => format!("lane {} of warp {}", thread % 32, thread / 32),
         };
         let what = first.what(one.agreement);
-        let of = found.words.len();
-        Some(format!("{name}: {place}, register {register} {what} ({count} of {of} words differ)"))
+        let of = actual.words.len();
+        Some(format!("{name}: {thread_name}, register {register} {what} ({count} of {of} words differ)"))
     }
 }
 

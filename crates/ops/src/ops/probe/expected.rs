@@ -28,9 +28,9 @@ fn mma() -> Vec<DumpedInstruction> {
     let of = |case: &'static MmaCase| {
         // "row = groupID for c0 and c1, groupID + 8 for c2 and c3; col = threadID_in_group * 2 + (i
         // & 0x1)".
-        let place = |lane: usize, i: usize| ((lane >> 2) + 8 * (i >> 1), (lane & 3) * 2 + (i & 1));
+        let element = |lane: usize, i: usize| ((lane >> 2) + 8 * (i >> 1), (lane & 3) * 2 + (i & 1));
         let word = move |lane: usize, i: usize, adds: bool| {
-            let (row, n) = place(lane, i);
+            let (row, n) = element(lane, i);
             let before = if adds { f64::from((case.sums)(row, n)) } else { 0.0 };
             let sum = product(case, row, n) + before;
             assert_eq!(f64::from(sum as f32), sum, "{}: a sum that is rounded", case.name);
@@ -79,7 +79,7 @@ fn lane_at(at: usize) -> usize {
 
 fn memory() -> Vec<DumpedInstruction> {
     let word = inputs::memory_word;
-    let place = inputs::memory_place;
+    let index_of = inputs::memory_place;
     let pair =
         |i: usize| u32::from(inputs::half_value(2 * i)) | u32::from(inputs::half_value(2 * i + 1)) << 16;
     let two = |first: usize| [word(first), word(first + 1)];
@@ -87,19 +87,19 @@ fn memory() -> Vec<DumpedInstruction> {
     // The 64 words that store8 wrote, two per lane, at the lane's location.
     let stored = |i: usize| word(2 * lane_at(i / 2) + i % 2);
     vec![
-        lanes("In.load", |lane| [word(place(lane))]),
-        lanes("In.load4", |lane| [word(place(lane))]),
-        lanes("In.load8", |lane| two(2 * place(lane))),
-        lanes("In.load16", |lane| four(4 * place(lane))),
-        lanes("In.offset", |lane| [word(32 + place(lane))]),
-        lanes("In.load of bf16", |lane| [u32::from(inputs::half_value(place(lane)))]),
-        lanes("In.load4 of bf16", |lane| [pair(place(lane))]),
-        lanes("In.load8 of bf16", |lane| [0, 1].map(|i| pair(2 * place(lane) + i))),
-        lanes("In.load16 of bf16", |lane| [0, 1, 2, 3].map(|i| pair(4 * place(lane) + i))),
-        lanes("in_at", |lane| [word(place(lane))]),
-        lanes("Out.store16", |lane| four(4 * place(lane))),
-        lanes("Out.store8", |lane| two(2 * place(lane))),
-        lanes("Out.store4", |lane| [word(place(lane))]),
+        lanes("In.load", |lane| [word(index_of(lane))]),
+        lanes("In.load4", |lane| [word(index_of(lane))]),
+        lanes("In.load8", |lane| two(2 * index_of(lane))),
+        lanes("In.load16", |lane| four(4 * index_of(lane))),
+        lanes("In.offset", |lane| [word(32 + index_of(lane))]),
+        lanes("In.load of bf16", |lane| [u32::from(inputs::half_value(index_of(lane)))]),
+        lanes("In.load4 of bf16", |lane| [pair(index_of(lane))]),
+        lanes("In.load8 of bf16", |lane| [0, 1].map(|i| pair(2 * index_of(lane) + i))),
+        lanes("In.load16 of bf16", |lane| [0, 1, 2, 3].map(|i| pair(4 * index_of(lane) + i))),
+        lanes("in_at", |lane| [word(index_of(lane))]),
+        lanes("Out.store16", |lane| four(4 * index_of(lane))),
+        lanes("Out.store8", |lane| two(2 * index_of(lane))),
+        lanes("Out.store4", |lane| [word(index_of(lane))]),
         lanes("in_out_at", |lane| [inputs::listed_word(lane) + lane_at(lane) as u32]),
         lanes("InOut.store16", |lane| four(4 * lane_at(lane))),
         lanes("InOut.store8", |lane| two(2 * lane_at(lane))),

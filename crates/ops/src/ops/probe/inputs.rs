@@ -155,8 +155,8 @@ pub(super) fn memory() -> Vec<u32> {
 
 /// Returns the words of [`memory`], then 1 for each lane whose copy has a source, else 0.
 pub(super) fn copies() -> Vec<u32> {
-    let there = (0..LANES).map(|lane| u32::from(is_there(lane)));
-    memory().into_iter().chain(there).collect()
+    let flags = (0..LANES).map(|lane| u32::from(is_there(lane)));
+    memory().into_iter().chain(flags).collect()
 }
 
 /// Returns value `i` of 256 16-bit values in memory.

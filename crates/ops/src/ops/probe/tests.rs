@@ -98,8 +98,11 @@ fn a_difference_is_named() -> Result<()> {
 #[test]
 fn functions_may_be_off_by_what_is_specified() -> Result<()> {
     assert_eq!(after("fast_exp2", 31, |bits| bits + 3)?, [""; 0]);
-    let told = after("fast_exp2", 31, |bits| bits - 4)?;
-    assert!(told[0].contains(", 4 units in the last place apart (specified: at most 3)"), "{told:?}");
+    let differences = after("fast_exp2", 31, |bits| bits - 4)?;
+    assert!(
+        differences[0].contains(", 4 units in the last place apart (specified: at most 3)"),
+        "{differences:?}"
+    );
     assert_eq!(after("fast_reciprocal", 31, |bits| bits + 2)?.len(), 1);
     assert_eq!(after("fast_exp2", 9, |_| 0x7f80_dead)?, [""; 0]);
     assert_eq!(after("fast_exp2", 9, |_| 0x7f80_0000)?.len(), 1);
@@ -114,10 +117,13 @@ fn dumps_of_other_instructions_are_told() -> Result<()> {
     let mut older = recorded.clone();
     older.instructions[0].name = "another".to_owned();
     older.instructions[1].words.pop();
-    let told = recorded.differences(&older);
-    assert_eq!(told.len(), 2);
-    assert!(told[0].ends_with("is missing from one dump: record the older dump again"), "{told:?}");
-    assert!(told[1].contains("has another number of registers or threads"), "{told:?}");
+    let differences = recorded.differences(&older);
+    assert_eq!(differences.len(), 2);
+    assert!(
+        differences[0].ends_with("is missing from one dump: record the older dump again"),
+        "{differences:?}"
+    );
+    assert!(differences[1].contains("has another number of registers or threads"), "{differences:?}");
     Ok(())
 }
 
@@ -146,8 +152,8 @@ mod emulated {
         let mut seen = 0;
         for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap() {
             let path = entry.unwrap().path();
-            let kept = ProbeDump::parse(&fs::read_to_string(&path).unwrap())?;
-            assert_eq!(dumps[0].differences(&kept), [""; 0], "{}", path.display());
+            let recorded = ProbeDump::parse(&fs::read_to_string(&path).unwrap())?;
+            assert_eq!(dumps[0].differences(&recorded), [""; 0], "{}", path.display());
             seen += 1;
         }
         assert!(seen > 0);

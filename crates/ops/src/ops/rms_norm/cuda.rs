@@ -120,6 +120,6 @@ pub(in crate::ops) fn add_partials(driver: &dyn Driver, partial: &Tensor, dst: &
 }
 
 fn refused(x: &Tensor, weight: &Tensor) -> Error {
-    let found = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
-    Error::internal("no kernel of RMSNorm supports these types").because(found)
+    let types = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
+    Error::internal("no kernel of RMSNorm supports these types").because(types)
 }

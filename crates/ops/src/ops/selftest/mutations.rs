@@ -61,7 +61,7 @@ fn another_shape_and_nothing_at_all_are_refused() -> Result<()> {
 }
 
 /// Fails unless an op and its reference under other options differ beyond tolerance in both dtypes.
-fn told_apart(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>) -> Result<()> {
+fn must_differ(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>) -> Result<()> {
     for (dtype, tolerance) in Tolerance::BACKWARD.dtypes() {
         let error = largest_error(&compare(&CaseRunner { device: &Device::Cpu, dtype, first: 0 })?)?;
         assert!(error > tolerance, "{what} in {dtype:?}: error {error:e} is tolerated");
@@ -91,9 +91,9 @@ fn products() -> Result<()> {
             Ok(vec![dst.pair()])
         }
     };
-    told_apart("alpha", wrong(0.55, true, 0))?;
-    told_apart("accumulate", wrong(0.5, false, 0))?;
-    told_apart("columns", wrong(0.5, true, 1))
+    must_differ("alpha", wrong(0.55, true, 0))?;
+    must_differ("accumulate", wrong(0.5, false, 0))?;
+    must_differ("columns", wrong(0.5, true, 1))
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn norms_and_gates() -> Result<()> {
     for (what, other) in
         [("offset", NormKind { unit_offset: true, ..kind }), ("eps", NormKind { eps: 0.1, ..kind })]
     {
-        told_apart(what, |runner| {
+        must_differ(what, |runner| {
             let (x, w, dy) =
                 (runner.normal("x", (9, 16))?, runner.normal("w", 16)?, runner.normal("dy", (9, 16))?);
             let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, other)?;
@@ -110,19 +110,19 @@ fn norms_and_gates() -> Result<()> {
             Ok(vec![TensorPair::new(got, want)])
         })?;
     }
-    told_apart("residual", |runner| {
+    must_differ("residual", |runner| {
         let (x, w, dy) =
             (runner.normal("x", (9, 16))?, runner.normal("w", 16)?, runner.normal("dy", (9, 16))?);
         let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, Some(&dy.here), None, None, kind)?;
         let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, kind)?;
         Ok(vec![TensorPair::new(got, want)])
     })?;
-    told_apart("activation", |runner| {
+    must_differ("activation", |runner| {
         let x = runner.normal("x", (9, 16))?;
         let want = glu::reference(&x.plain, Activation::GeluTanh)?;
         Ok(vec![TensorPair::new(glu::glu(&x.here, Activation::Silu)?, want)])
     })?;
-    told_apart("direction of a rotation", |runner| {
+    must_differ("direction of a rotation", |runner| {
         let heads = Heads { num_heads: 1, num_kv_heads: 1, head_dim: 4 };
         let (x, angles) = (runner.normal("x", (9, 12))?, runner.normal_f32("angles", (9, 2))?.plain);
         let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()?, interleaved: false };
@@ -152,8 +152,8 @@ fn attention_options() -> Result<()> {
         ("a leak between spans", kind, kind, &together),
     ];
     for (what, kind, other, spans) in mutations {
-        told_apart(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.0]))?;
-        told_apart(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.1]))?;
+        must_differ(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.0]))?;
+        must_differ(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.1]))?;
     }
     Ok(())
 }
@@ -201,7 +201,7 @@ fn both_ends_of_the_model() -> Result<()> {
         ("targets by one", kind, shifted),
         ("a coefficient", kind, coefficients),
     ] {
-        told_apart(what, |runner| {
+        must_differ(what, |runner| {
             let (x, w) = (runner.normal("x", (20, 8))?, runner.normal("w", (11, 8))?);
             let output = cross_entropy::Output { weight: &w.here, delta: None };
             let none = cross_entropy::OutputGrads::default();
@@ -211,12 +211,12 @@ fn both_ends_of_the_model() -> Result<()> {
             Ok(vec![TensorPair::new(got, want)])
         })?;
     }
-    told_apart("embedding's factor", |runner| {
+    must_differ("embedding's factor", |runner| {
         let table = runner.normal("table", (5, 8))?;
         let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0, DType::F32)?;
         Ok(vec![TensorPair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, runner.dtype)?, want)])
     })?;
-    told_apart("dropout's token", |runner| {
+    must_differ("dropout's token", |runner| {
         let x = runner.normal("x", (20, 8))?;
         let site = Dropout { p: 0.2, stream: RngStream::new(1), first_token: 0 };
         let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;

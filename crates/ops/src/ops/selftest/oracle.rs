@@ -493,11 +493,11 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
         let (u, b) = (var("u", (12, 3))?, var("b", (19, 3))?);
         let rows = [4u32, 11];
         let targets: Vec<u32> = (0..12).map(|i| if i % 4 == 1 { IGNORE } else { i * 5 % 19 }).collect();
-        let kept: Vec<u32> = (0..12).filter(|&i| targets[i as usize] != IGNORE).collect();
-        let hits: Vec<u32> = kept.iter().map(|&i| targets[i as usize]).collect();
+        let positions: Vec<u32> = (0..12).filter(|&i| targets[i as usize] != IGNORE).collect();
+        let hits: Vec<u32> = positions.iter().map(|&i| targets[i as usize]).collect();
         let index = |values: &[u32]| Tensor::from_slice(values, values.len(), &Device::Cpu);
-        let mut logits = x.index_select(&index(&kept)?, 0)?.matmul(&w.t()?)?;
-        logits = (logits + (u.index_select(&index(&kept)?, 0)?.matmul(&b.t()?)? * 0.6)?)?;
+        let mut logits = x.index_select(&index(&positions)?, 0)?.matmul(&w.t()?)?;
+        logits = (logits + (u.index_select(&index(&positions)?, 0)?.matmul(&b.t()?)? * 0.6)?)?;
         if let Some(cap) = softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
@@ -507,7 +507,7 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
                 let at_target = logits.gather(&index(&hits)?.unsqueeze(1)?, 1)?.squeeze(1)?;
                 let losses = (logits.exp()?.sum(1)?.log()? - at_target)?;
                 let coefficients = Tensor::from_slice(coefficients, 12, &Device::Cpu)?;
-                (losses * coefficients.index_select(&index(&kept)?, 0)?)?.sum_all()?
+                (losses * coefficients.index_select(&index(&positions)?, 0)?)?.sum_all()?
             }
         };
         let scale = 0.125;

@@ -89,9 +89,12 @@ mod tests {
         let report = ProbeReport { dump, recorded_by: recorded.origin, differences };
         let error = report.failure("GPU 0").unwrap();
         assert_eq!(error.kind().exit_code(), 3);
-        let told = error.to_string();
-        assert!(told.contains("instructions of the probe differ from the recorded dump on GPU 0"), "{told}");
-        assert!(told.contains("mma_16816, columns 0 to 7 of a: lane 0, register 2 holds"), "{told}");
+        let message = error.to_string();
+        assert!(
+            message.contains("instructions of the probe differ from the recorded dump on GPU 0"),
+            "{message}"
+        );
+        assert!(message.contains("mma_16816, columns 0 to 7 of a: lane 0, register 2 holds"), "{message}");
         assert!(report.line().contains("1 of ") && report.line().contains("by the emulator"));
         Ok(())
     }

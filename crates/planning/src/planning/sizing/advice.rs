@@ -53,10 +53,10 @@ pub struct Improvement {
 }
 
 /// A way in words, and its change to a recipe that trains all weights.
-type Way = (&'static str, fn(&mut Recipe));
+type TrainingOption = (&'static str, fn(&mut Recipe));
 
 /// The ways that train all weights, from the one that changes most of the model to the smallest.
-const FULL: [Way; 5] = [
+const FULL: [TrainingOption; 5] = [
     ("all weights", |_| {}),
     ("all weights, recompute", recompute),
     ("all weights, recompute, 8-bit states", |r| {
@@ -75,7 +75,7 @@ const FULL: [Way; 5] = [
 ];
 
 /// The ways that train an adapter, in the same order.
-const ADAPTING: [Way; 6] = [
+const ADAPTING: [TrainingOption; 6] = [
     ("LoRA", |r| r.quantization = None),
     ("LoRA, recompute", |r| {
         r.quantization = None;
@@ -201,7 +201,7 @@ impl SizingRequest<'_> {
     /// best first.
     pub(super) fn better(&self, now: Option<&StepTime>) -> Result<Vec<Improvement>> {
         let Some(now) = now else { return Ok(Vec::new()) };
-        let mut found = Vec::new();
+        let mut improvements = Vec::new();
         for recipe in self.variations() {
             let Some(step) = self.inputs.planned(&recipe, self.world)? else { continue };
             let memory = step.fit.memory;
@@ -210,11 +210,11 @@ impl SizingRequest<'_> {
             let speedup = time.tokens_per_sec / now.tokens_per_sec;
             if speedup >= 1.0 + WORTH {
                 let typed = self.typed.difference(&recipe).to_string();
-                found.push(Improvement { typed, speedup, bytes: memory.total() });
+                improvements.push(Improvement { typed, speedup, bytes: memory.total() });
             }
         }
-        found.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
-        Ok(found)
+        improvements.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
+        Ok(improvements)
     }
 
     /// Returns variants of the recipe with one thing changed.

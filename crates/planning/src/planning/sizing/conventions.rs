@@ -46,7 +46,7 @@ const RULES: [(&str, [u64; 3], &str); 4] = [
 ];
 
 /// Applies every rule to a model of `parameters` on `ranks` ranks of a strategy.
-pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<RuleOfThumb> {
+pub fn conventions(parameters: u64, strategy: ShardingStrategy, ranks: u64) -> Vec<RuleOfThumb> {
     let of_rule = |(rule, [weights, gradients, states], assumes): (_, [u64; 3], _)| {
         let whole = weights + gradients + states;
         let on_rank = |copied: u64| copied * parameters + (whole - copied) * parameters / ranks;
@@ -56,7 +56,7 @@ pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<R
             zero2: on_rank(weights),
             fsdp: on_rank(0),
         };
-        let bytes = match kind {
+        let bytes = match strategy {
             ShardingStrategy::Single | ShardingStrategy::Ddp => by_strategy.ddp,
             ShardingStrategy::Zero1 => by_strategy.zero1,
             ShardingStrategy::Zero2 => by_strategy.zero2,

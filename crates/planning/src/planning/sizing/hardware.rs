@@ -108,10 +108,10 @@ impl DeviceSheet {
         let covered = names.filter_map(|name| {
             let own = words(name);
             let rest = driver.iter().filter(|word| !own.contains(word));
-            let says_nothing = |word: &String| {
+            let is_generic = |word: &String| {
                 is_vendor_word(word) || is_memory_size(word) && !own.iter().any(|own| is_memory_size(own))
             };
-            (own.iter().all(|word| driver.contains(word)) && rest.into_iter().all(says_nothing))
+            (own.iter().all(|word| driver.contains(word)) && rest.into_iter().all(is_generic))
                 .then_some(own.len())
         });
         covered.max()
@@ -166,16 +166,16 @@ pub fn devices() -> Result<Vec<DeviceSheet>> {
 }
 
 /// Returns the device that a driver calls `name`, such as "NVIDIA H100 80GB HBM3". Returns none if
-/// the table lacks that exact form: cards of the same name for another slot, or for laptops, are
-/// slower.
+/// the table does not have that exact form: cards of the same name for another slot, or for
+/// laptops, are slower.
 ///
 /// # Errors
 /// An internal error: the table is malformed.
 pub fn called_by_driver(name: &str) -> Result<Option<DeviceSheet>> {
     let driver = words(name);
     let known = devices()?.into_iter().filter(|sheet| !sheet.is_whole_computer());
-    let found = known.filter_map(|sheet| Some((sheet.words_of(&driver)?, sheet)));
-    Ok(found.max_by_key(|(count, _)| *count).map(|(_, sheet)| sheet))
+    let matching = known.filter_map(|sheet| Some((sheet.words_of(&driver)?, sheet)));
+    Ok(matching.max_by_key(|(count, _)| *count).map(|(_, sheet)| sheet))
 }
 
 fn words(name: &str) -> Vec<String> {
@@ -220,8 +220,8 @@ impl Hardware {
             from_file(&folder.join(name))?
         } else {
             let all = devices()?;
-            let found = all.iter().find(|device| device.is_called(name));
-            found.cloned().ok_or_else(|| refused(unknown(name, &all)))?
+            let called_so = all.iter().find(|device| device.is_called(name));
+            called_so.cloned().ok_or_else(|| refused(unknown(name, &all)))?
         };
         let per_host = per_host.unwrap_or(1);
         if device.is_whole_computer() && per_host > 1 {
@@ -323,7 +323,7 @@ impl Hardware {
     /// Returns the seconds of one trip around such a ring, for any number of bytes. They grow with
     /// the ranks. The figures are those of NCCL's own model of its "simple" protocol in a ring
     /// (src/graph/tuning.cc).
-    pub fn ring_latency(&self, stride: usize, size: usize) -> f64 {
+    pub(crate) fn ring_latency(&self, stride: usize, size: usize) -> f64 {
         let hops = size.saturating_sub(1);
         let between_hosts = match () {
             () if stride * size <= self.per_host => 0,
@@ -336,7 +336,7 @@ impl Hardware {
     }
 
     /// Returns the seconds that a rank takes to send `bytes` in such a ring; 0 for no bytes.
-    pub fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
+    pub(crate) fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
         if bytes > 0.0 { bytes / (self.ring_gbps(stride, size) * 1e9) } else { 0.0 }
     }
 }
@@ -435,10 +435,10 @@ mod tests {
         let unusual = |text: &str| Ok::<_, Error>(Hardware::parse(text, Path::new("."))?.unusual());
         assert_eq!(unusual("8xH100-80GB*4")?, None);
         assert_eq!(unusual("4090*2")?, None);
-        let told = unusual("16xH100-80GB")?.unwrap_or_default();
-        assert!(told.contains("write hosts of 8 as 8xH100-80GB*2"), "{told}");
-        let told = unusual("8x4090*4")?.unwrap_or_default();
-        assert!(told.contains("in hosts of 2") && told.contains("2x4090*16"), "{told}");
+        let warning = unusual("16xH100-80GB")?.unwrap_or_default();
+        assert!(warning.contains("write hosts of 8 as 8xH100-80GB*2"), "{warning}");
+        let warning = unusual("8x4090*4")?.unwrap_or_default();
+        assert!(warning.contains("in hosts of 2") && warning.contains("2x4090*16"), "{warning}");
         Ok(())
     }
 

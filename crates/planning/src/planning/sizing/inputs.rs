@@ -54,10 +54,10 @@ impl SizedModel {
         if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
             saved.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
             let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
-            let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+            let loader = base.dataset_loader(tokenizer, &recipe.data)?;
             if !recipe.data.train.is_empty() {
-                let (rows, others) = rows.load_run(&recipe.data, recipe.train.seed, resolver)?;
-                (train, held_out) = (Some(rows.0), others.map(|(data, _)| data));
+                let (rows, others) = loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
+                (train, held_out) = (Some(rows.dataset), others.map(|others| others.dataset));
             }
             new_tokens = tokens;
         }
@@ -66,7 +66,7 @@ impl SizedModel {
             AdapterSetup::from_saved(recipe, &found.folder, named, &new_tokens)
         };
         let adapter_setup = saved.map(from_saved).transpose()?;
-        adapter_setup.as_ref().and_then(AdapterSetup::note).into_iter().for_each(|note| resolver.warn(note));
+        adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
         Ok(SizedModel { base, adapter_setup, train, held_out, new_tokens })
     }
 }

@@ -47,7 +47,7 @@ impl SizingRequest<'_> {
             row: load.row,
             tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
             activation_bytes: step.fit.memory.activations as f64
-                / widest_micro_batch(self.recipe, self.inputs.rows) as f64,
+                / widest_micro_batch(self.recipe, self.inputs.row_lengths) as f64,
             carried_bytes: carried_bytes(config, &step.descs, 1, DType::BF16) as f64,
             budget: budget.unwrap_or(u64::MAX).saturating_sub(step.fit.memory.nccl),
         };

@@ -2,9 +2,9 @@
 //! and the ways to split it over ranks. Uses only headers and shapes; loads and prints nothing.
 //!
 //! The memory figures are those of [`crate::planning`], which real runs use too. Time is a model
-//! (see [`step_time`]) with rates that a table assumes or a calibration measured ([`rates`]).
+//! (see `step_time`) with rates that a table assumes or a calibration measured ([`rates`]).
 
-pub mod advice;
+mod advice;
 mod answer;
 pub mod conventions;
 pub mod explorer;
@@ -15,9 +15,9 @@ pub mod inputs;
 mod method_splits;
 pub mod price;
 pub mod rates;
-pub mod run_time;
+mod run_time;
 pub mod splits;
-pub mod step_time;
+mod step_time;
 pub mod text;
 
 use serde::Serialize;
@@ -185,7 +185,7 @@ impl SizingRequest<'_> {
             strategy: named(kind),
             why: step.fit.why.clone(),
             recompute: step.fit.recompute.to_string(),
-            micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.rows) as u64,
+            micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.row_lengths) as u64,
             micro_batches: load.micro_batches,
             bytes,
             budget: budget.map(|budget| budget + memory.process),
@@ -254,7 +254,7 @@ impl SizingRequest<'_> {
         let longest = recipe.data.longest_row() as f64;
         let rows = recipe.train.micro_batch_rows() as f64;
         let micro_batches = recipe.train.accumulation() as u64;
-        let (mean, seen) = match self.inputs.rows {
+        let (mean, seen) = match self.inputs.row_lengths {
             Rows::Of(data) => mean_lengths(data, longest),
             Rows::Full => (longest, longest),
         };
@@ -281,12 +281,12 @@ impl SizingRequest<'_> {
 
     /// Returns the values of `train.recompute` and the policies between them.
     fn activations(&self, parts: &MemoryParts) -> Result<Vec<RecomputePolicy>> {
-        let kept = |policy: Recompute| {
+        let bytes_of = |policy: Recompute| {
             let mut recipe = self.recipe.clone();
             recipe.train.recompute = crate::recipe::AutoOr::Fixed(policy);
             Ok::<u64, Error>(self.step(&recipe)?.fit.memory.activations)
         };
-        let (none, block) = (kept(Recompute::None)?, kept(Recompute::Block)?);
+        let (none, block) = (bytes_of(Recompute::None)?, bytes_of(Recompute::Block)?);
         let config = &self.inputs.base.config;
         let (d, f) = (config.hidden_size, config.active_width());
         let first = config.first_mlp_width();
@@ -332,8 +332,8 @@ pub fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
 }
 
 /// Returns the name of a strategy in recipes.
-pub fn named(kind: ShardingStrategy) -> String {
-    match kind {
+pub fn named(strategy: ShardingStrategy) -> String {
+    match strategy {
         ShardingStrategy::Hsdp(size) => format!("hsdp over groups of {size}"),
         other => format!("{other:?}").to_lowercase(),
     }
@@ -349,7 +349,7 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
     let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
     let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
     let carried = parts.carried.iter().map(saved);
-    let kept = match recompute {
+    let saved_tensors = match recompute {
         Recompute::None => activations.into_iter().chain(carried).collect::<Vec<_>>().join(" + "),
         Recompute::Block => {
             let beside: String = carried.map(|part| format!("{part} + ")).collect();
@@ -360,7 +360,7 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
         ("weights", memory.weights, groups(&parts.weights)),
         ("gradients", memory.gradients, groups(&parts.gradients)),
         ("optimizer", memory.optimizer, groups(&parts.optimizer)),
-        ("activations", memory.activations, kept),
+        ("activations", memory.activations, saved_tensors),
         ("workspace", memory.workspace, workspace(memory)),
         ("saving", memory.saving, "copies of the saved tensors, until they are written".into()),
         (NCCL, memory.nccl, communicators(memory)),
@@ -391,12 +391,12 @@ fn workspace(memory: &MemoryPlan) -> String {
 
 /// Formats as `trained, bf16: 2 B x 6.74B / 8`.
 fn groups(groups: &[KeptGroup]) -> String {
-    let said = |group: &KeptGroup| {
+    let text_of = |group: &KeptGroup| {
         let each = group.bytes as f64 / group.elements.max(1) as f64;
         let over = if group.over > 1 { format!(" / {}", group.over) } else { String::new() };
         let each = format!("{each:.3}");
         let each = each.trim_end_matches('0').trim_end_matches('.');
         format!("{}: {each} B x {}{over}", group.what, crate::units::count(group.elements))
     };
-    groups.iter().map(said).collect::<Vec<_>>().join(" + ")
+    groups.iter().map(text_of).collect::<Vec<_>>().join(" + ")
 }

@@ -216,7 +216,7 @@ impl ComputeRates {
 
     /// Returns the rates of each of `ranks` ranks that share the measured device.
     #[must_use]
-    pub fn shared_by(self, ranks: usize) -> Self {
+    pub(crate) fn shared_by(self, ranks: usize) -> Self {
         let part = |rate: f64| rate / ranks as f64;
         ComputeRates {
             linear: part(self.linear),
@@ -342,8 +342,8 @@ mod tests {
             (LossPath::Chunked, 4.0 * h / 0.2e12),
             (LossPath::Trained, 6.0 * h / 0.3e12),
         ] {
-            let taken = rates.seconds(&flops(path)) - others;
-            assert!((taken / secs - 1.0).abs() < 1e-6, "{path:?}: {taken:e}, not {secs:e}");
+            let seconds = rates.seconds(&flops(path)) - others;
+            assert!((seconds / secs - 1.0).abs() < 1e-6, "{path:?}: {seconds:e}, not {secs:e}");
         }
         // Files of earlier versions have fewer paths.
         let earlier = figures(&[(frozen, 0.4)]).rates().unwrap();

@@ -10,7 +10,7 @@
 //!   the update.
 //! - In a pipeline, a stage gathers its weights once a step, so data and shard are one axis,
 //!   written as data.
-//! - A ring's latency grows with its ranks ([`Hardware::ring_latency`]).
+//! - A ring's latency grows with its ranks (`Hardware::ring_latency`).
 //! - Keys and values circulate between the parts of a sequence and overlap only with attention.
 //!   Parts of short rows are refused.
 
@@ -225,8 +225,8 @@ fn modelled(
     let activations = work.activation_bytes * stage.micro_tokens * of_stage * p.min(turns);
     // A sharded model holds one whole block while it gathers the next.
     let blocks = if shard > 1 { 2.0 * stage.values } else { 0.0 };
-    let kept = (stage.values + stage.gradients) * stage.layers / s + work.states * of_stage / sharers;
-    split.bytes = (kept + activations + blocks) as u64;
+    let persistent = (stage.values + stage.gradients) * stage.layers / s + work.states * of_stage / sharers;
+    split.bytes = (persistent + activations + blocks) as u64;
     split.fits = split.bytes <= work.budget;
     split
 }

@@ -79,8 +79,9 @@ impl Sizing {
             let _ = writeln!(text, "  {} {cause:<12} {:>9}  {formula}", letter(cause), gigabytes(*bytes));
         }
         let (own, others): (Vec<_>, Vec<_>) = self.activations.iter().partition(|policy| policy.runs);
-        let kept = own.iter().map(|policy| format!("{} {}", policy.policy, gigabytes(policy.bytes)));
-        let _ = writeln!(text, "  activations by `train.recompute`: {}", kept.collect::<Vec<_>>().join(", "));
+        let policies = own.iter().map(|policy| format!("{} {}", policy.policy, gigabytes(policy.bytes)));
+        let _ =
+            writeln!(text, "  activations by `train.recompute`: {}", policies.collect::<Vec<_>>().join(", "));
         let part = |policy: &&RecomputePolicy| {
             let RecomputePolicy { policy, bytes, again, .. } = policy;
             format!("{policy} {} ({:.0} % of a block's projections again)", gigabytes(*bytes), 100.0 * again)

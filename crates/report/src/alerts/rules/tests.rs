@@ -8,8 +8,9 @@ fn report(step: u64, loss: f64, grad_norm: f64) -> StepReport {
 
 fn spikes(losses: impl IntoIterator<Item = f64>) -> Vec<String> {
     let mut watch = LossSpikes::default();
-    let said = losses.into_iter().zip(1..).filter_map(|(loss, step)| watch.after(&report(step, loss, 1.0)));
-    said.map(|found| found.message).collect()
+    let findings =
+        losses.into_iter().zip(1..).filter_map(|(loss, step)| watch.after(&report(step, loss, 1.0)));
+    findings.map(|found| found.message).collect()
 }
 
 /// Returns a loss between 2 and 2.3, falling.
@@ -20,9 +21,9 @@ fn quiet(count: usize) -> impl Iterator<Item = f64> {
 #[test]
 fn a_spike_is_said_once() {
     assert_eq!(spikes(quiet(300)), [""; 0]);
-    let said = spikes(quiet(40).chain([5.0, 5.5]).chain(quiet(30)));
-    assert_eq!(said.len(), 1, "{said:?}");
-    assert!(said[0].starts_with("step 41: the loss 5.0000 is far above those of the 40 steps before it"));
+    let messages = spikes(quiet(40).chain([5.0, 5.5]).chain(quiet(30)));
+    assert_eq!(messages.len(), 1, "{messages:?}");
+    assert!(messages[0].starts_with("step 41: the loss 5.0000 is far above those of the 40 steps before it"));
     // A second one, long after.
     assert_eq!(spikes(quiet(40).chain([5.0]).chain(quiet(100)).chain([5.0])).len(), 2);
 }
@@ -37,14 +38,14 @@ fn neither_beginnings_nor_small_losses_are_spikes() {
 fn a_gradient_of_zero_is_said_once() {
     let mut watch = StillGradients::default();
     let norms = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-    let said: Vec<String> = norms
+    let messages: Vec<String> = norms
         .into_iter()
         .zip(1..)
         .filter_map(|(norm, step)| watch.after(&report(step, 1.0, norm)))
         .map(|found| found.message)
         .collect();
-    assert_eq!(said.len(), 1, "{said:?}");
-    assert!(said[0].starts_with("step 7: the gradient norm has been 0 for 3 steps"), "{said:?}");
+    assert_eq!(messages.len(), 1, "{messages:?}");
+    assert!(messages[0].starts_with("step 7: the gradient norm has been 0 for 3 steps"), "{messages:?}");
 }
 
 /// Returns a step that spends `data` and `save` seconds, and the rest in computing.
@@ -57,11 +58,11 @@ fn a_device_that_waits_is_said_once_with_what_it_waits_for() {
     let mut watch = WaitingDevice::default();
     let busy = (1..=30).filter_map(|step| watch.after(&timed(step, 0.3, 0.1)).map(|_| step));
     assert_eq!(busy.collect::<Vec<_>>(), [0; 0]);
-    let found: Vec<(u64, Finding)> =
+    let findings: Vec<(u64, Finding)> =
         (31..=90).filter_map(|step| Some((step, watch.after(&timed(step, 0.7, 0.2))?))).collect();
-    assert_eq!(found.len(), 1);
-    assert!(found[0].0 <= 31 + WINDOW as u64, "{found:?}");
-    assert!(found[0].1.message.contains("% for rows") && found[0].1.value > Some(0.5), "{found:?}");
+    assert_eq!(findings.len(), 1);
+    assert!(findings[0].0 <= 31 + WINDOW as u64, "{findings:?}");
+    assert!(findings[0].1.message.contains("% for rows") && findings[0].1.value > Some(0.5), "{findings:?}");
     // One checkpoint that takes as long as ten steps is no trouble.
     let mut watch = WaitingDevice::default();
     let saving = |step| timed(step, 0.0, if step == 30 { 10.0 } else { 0.0 });
@@ -76,8 +77,8 @@ fn a_disk_without_room_for_the_next_checkpoint_is_said_once() {
     let room = |free| OutputRoom { total: 1000 << 30, free };
     let mut watch = ShortDisk::new(40 << 30);
     assert_eq!(watch.look(1, room(41 << 30)), None);
-    let found = watch.look(2, room(39 << 30)).unwrap();
-    assert!(found.message.starts_with("step 2: 39.0 GiB free"), "{found:?}");
+    let finding = watch.look(2, room(39 << 30)).unwrap();
+    assert!(finding.message.starts_with("step 2: 39.0 GiB free"), "{finding:?}");
     assert!((3..90).all(|step| watch.look(step, room(1 << 30)).is_none()));
     // A few GiB of a large disk are enough, and a fiftieth of a small one.
     let mut small = ShortDisk::new(0);
@@ -105,7 +106,7 @@ fn a_step_that_does_not_end_is_said_once() {
     assert_eq!(after(2, 0.1), Some(601));
     let mut watch = StallWatch::new(Duration::from_secs(60));
     (1..=20).for_each(|step| watch.moved(step, Some(1.0)));
-    watch.aside();
+    watch.pause();
     assert_eq!(stalled_after(&mut watch), Some(601), "an evaluation may take its time");
     assert_eq!(stalled_after(&mut watch), None, "once");
     watch.moved(20, None);
@@ -167,7 +168,7 @@ fn ten_thousand_normal_steps_raise_nothing() {
             let report = normal_step(step, noise, &mut random);
             let free = (40 << 30) - step * (1 << 20);
             let passed = Duration::from_secs_f64(report.step_secs);
-            let found = [
+            let findings = [
                 spikes.after(&report),
                 still.after(&report),
                 waiting.after(&report),
@@ -175,7 +176,7 @@ fn ten_thousand_normal_steps_raise_nothing() {
                 stall.tick(passed),
             ];
             stall.moved(step, Some(report.step_secs));
-            assert_eq!(found, [None, None, None, None, None], "seed {seed}, noise {noise}");
+            assert_eq!(findings, [None, None, None, None, None], "seed {seed}, noise {noise}");
             seen += 1;
         }
     }
@@ -197,8 +198,8 @@ fn a_run_that_was_recorded_raises_nothing() {
         let crate::MetricsEntry::Step(report) = entry else { continue };
         let passed = stall.tick(Duration::from_secs_f64(report.all_parts()));
         stall.moved(report.step, Some(report.all_parts()));
-        let found = [spikes.after(&report), still.after(&report), waiting.after(&report), passed];
-        assert_eq!(found, [None, None, None, None]);
+        let findings = [spikes.after(&report), still.after(&report), waiting.after(&report), passed];
+        assert_eq!(findings, [None, None, None, None]);
         steps += 1;
     }
     assert_eq!(steps, 153);
@@ -218,14 +219,14 @@ fn planted_trouble_is_said_within_twenty_steps() {
         let mut random = Noise::of(seed);
         let (mut spikes, mut still, mut waiting) =
             (LossSpikes::default(), StillGradients::default(), WaitingDevice::default());
-        let mut said = Vec::new();
+        let mut messages = Vec::new();
         for step in 1..=560 {
             let normal = normal_step(step, 0.1, &mut random);
             let report = if step >= 500 { spoil(normal) } else { normal };
-            let found = [spikes.after(&report), still.after(&report), waiting.after(&report)];
-            said.extend(found.into_iter().flatten().map(|found| (step, found.message)));
+            let findings = [spikes.after(&report), still.after(&report), waiting.after(&report)];
+            messages.extend(findings.into_iter().flatten().map(|finding| (step, finding.message)));
         }
-        assert_eq!(said.len(), 1, "{what}: {said:?}");
-        assert!((500..520).contains(&said[0].0) && said[0].1.contains(what), "{what}: {said:?}");
+        assert_eq!(messages.len(), 1, "{what}: {messages:?}");
+        assert!((500..520).contains(&messages[0].0) && messages[0].1.contains(what), "{what}: {messages:?}");
     }
 }

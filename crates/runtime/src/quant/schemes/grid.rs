@@ -128,15 +128,15 @@ impl GridFormat {
             let count = ((group + 1) * self.column_block - at).min(rest.len());
             let (part, after) = rest.split_at_mut(count);
             let (scale, zero) = (self.scale(runs, first + group), self.zero(runs, first + group));
-            let place = row * self.columns + at;
+            let index = row * self.columns + at;
             match self.codes {
                 GridCodes::Int4 => {
                     let table: [f32; 16] = std::array::from_fn(|code| code as f32 - zero);
-                    FourBit::dequantize(&table, codes, place, scale, part);
+                    FourBit::dequantize(&table, codes, index, scale, part);
                 }
-                GridCodes::E2m1 => FourBit::dequantize(&E2M1, codes, place, scale, part),
-                GridCodes::Int8 => integers(&codes[place..place + count], scale, zero, part),
-                GridCodes::E4m3 => floats(&codes[place..place + count], scale, part),
+                GridCodes::E2m1 => FourBit::dequantize(&E2M1, codes, index, scale, part),
+                GridCodes::Int8 => integers(&codes[index..index + count], scale, zero, part),
+                GridCodes::E4m3 => floats(&codes[index..index + count], scale, part),
             }
             (at, rest) = (at + count, after);
         }

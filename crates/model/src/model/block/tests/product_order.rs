@@ -103,19 +103,24 @@ fn products_are_listed_in_the_order_of_the_passes() -> Result<()> {
         let width = config.per_layer_width(config.num_layers());
         let rows = (width > 0).then(|| normal("rows", &[TOKENS, width], DType::F32)).transpose()?;
         let mut carried = Carried::new(rows.map(|rows| rows.value));
-        let (found, (y, saved)) = taken(&all, || forward(&config, 0, &w, &x, &context, &mut carried, None))?;
-        assert_eq!(found, all, "forward of {model}");
+        let (products, (y, saved)) =
+            taken(&all, || forward(&config, 0, &w, &x, &context, &mut carried, None))?;
+        assert_eq!(products, all, "forward of {model}");
         // Before a norm of its output, and before a per-layer input, `down_proj` is computed again.
         let is_read = w.channel_norms.after.is_some() || w.per_layer.is_some();
         let again = if is_read { w.products() } else { w.products_of_recompute() };
-        let (found, _) = taken(&all, || recompute(&config, 0, &w, &x, &context, &carried))?;
-        assert_eq!(found, addresses(again), "recomputing of {model}");
+        let (products, _) = taken(&all, || recompute(&config, 0, &w, &x, &context, &carried))?;
+        assert_eq!(products, addresses(again), "recomputing of {model}");
         for need_dx in [true, false] {
             let mut gradients = CarriedGradients::new(true);
             let mut state = CarriedBackward { carried: &carried, gradients: &mut gradients };
             let pass = || backward(&config, 0, &w, &saved, (&y, need_dx), &context, &mut state);
-            let (found, _) = taken(&all, pass)?;
-            assert_eq!(found, addresses(w.products_of_backward(need_dx)), "backward of {model}, {need_dx}");
+            let (products, _) = taken(&all, pass)?;
+            assert_eq!(
+                products,
+                addresses(w.products_of_backward(need_dx)),
+                "backward of {model}, {need_dx}"
+            );
         }
     }
     Ok(())

@@ -229,8 +229,8 @@ fn as_exact_as_bf16_allows(
     let mut first = None;
     for schedule in schedules {
         let (attended, d) = run(schedule, &x, &dout, &spans, kind)?;
-        let found = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
-        assert!(*first.get_or_insert(found.clone()) == found, "other bits under {schedule:?}");
+        let results = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
+        assert!(*first.get_or_insert(results.clone()) == results, "other bits under {schedule:?}");
         let (lse, _) = apart(&attended.lse, &exact.lse)?;
         assert!(lse < 1e-4, "log-sum-exp {lse} apart");
         for (what, times, got, exact, plain) in
@@ -319,10 +319,10 @@ fn queries_after_cached_keys() -> Result<()> {
         let width = heads.kv_width();
         let exact = reference::forward(cached(&q_wide, &k_wide, &v_wide, width), &spans, kind, usize::MAX)?;
         for schedule in schedules() {
-            let (found, _) =
+            let (result, _) =
                 Emulator::run(schedule, || forward(&Emulator, cached(&q, &k, &v, width), &spans, kind));
-            let found = found?;
-            let (out, lse) = (apart(&found.out, &exact.out)?, apart(&found.lse, &exact.lse)?);
+            let attended = result?;
+            let (out, lse) = (apart(&attended.out, &exact.out)?, apart(&attended.lse, &exact.lse)?);
             assert!(out.0 < 1.5e-2 && out.1 < 1e-3 && lse.0 < 1e-4, "head dim {head_dim}: {out:?}, {lse:?}");
         }
     }

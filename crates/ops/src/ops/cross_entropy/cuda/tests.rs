@@ -152,18 +152,18 @@ impl LossRows {
     }
 
     fn check(&self, gradient: Gradient) -> Result<()> {
-        let found = self.run(gradient)?;
+        let result = self.run(gradient)?;
         for n in 0..self.targets.len() {
             let what = format!("{gradient:?}, {} logits, row {n}", self.vocab);
             let (loss, hit, d) = self.wanted(n);
-            assert_eq!(found.hits[n], u32::from(hit), "{what}: hit");
-            let got = f64::from(found.losses[n]);
+            assert_eq!(result.hits[n], u32::from(hit), "{what}: hit");
+            let got = f64::from(result.losses[n]);
             if loss.is_nan() {
                 assert!(got.is_nan(), "{what}: loss {got}");
                 continue;
             }
             assert!((got - loss).abs() < 1e-5 * (1.0 + loss.abs()), "{what}: loss {got}, wanted {loss}");
-            let row = found.rows.get(n).map_or(&[][..], |row| row);
+            let row = result.rows.get(n).map_or(&[][..], |row| row);
             for (c, (&got, &want)) in row.iter().zip(&d).enumerate() {
                 let rounding = if gradient == Gradient::Bf16 { want.abs() / 250.0 } else { 0.0 };
                 let most = rounding + 1e-5 * self.factor(n).abs();

@@ -86,8 +86,8 @@ fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
         weight.with_view(|view| view.dequantize(range.start, &mut exact))?;
         let rounded = |x: f32| if dtype == DType::BF16 { bf16::from_f32(x).to_f32() } else { x };
         let wanted: Vec<u32> = exact.into_iter().map(|x| rounded(x).to_bits()).collect();
-        let found = found(&weight, range, dtype)?;
-        let wrong = found.iter().zip(&wanted).position(|(found, wanted)| found != wanted);
+        let actual = found(&weight, range, dtype)?;
+        let wrong = actual.iter().zip(&wanted).position(|(actual, wanted)| actual != wanted);
         assert_eq!(wrong, None, "{format:?}, {range:?}, {dtype:?}: the first wrong value");
     }
     Ok(())
@@ -155,13 +155,13 @@ fn values_behind_the_first_2_to_the_32() -> Result<()> {
     let first = weight.format.scheme().hint().table[0];
     let wanted = (first * (range.start / block_size) as f32).to_bits();
     for dtype in [DType::F32, DType::BF16] {
-        let found = found(&weight, range, dtype)?;
+        let actual = found(&weight, range, dtype)?;
         let wanted = if dtype == DType::BF16 {
             bf16::from_f32(f32::from_bits(wanted)).to_f32().to_bits()
         } else {
             wanted
         };
-        assert!(found.iter().all(|&bits| bits == wanted), "{dtype:?}: {found:?}");
+        assert!(actual.iter().all(|&bits| bits == wanted), "{dtype:?}: {actual:?}");
     }
     Ok(())
 }

@@ -52,7 +52,7 @@ impl Driver for Noted {
         Ok(())
     }
 
-    fn note_upload(&self, _: usize) {
+    fn record_upload(&self, _: usize) {
         call("upload");
     }
 
@@ -162,7 +162,7 @@ fn a_request_drops_the_panel_in_the_making() {
     let _alone = alone();
     let slot = OptionalMemory::new(PanelAhead::give_back);
     let mut requests = 0;
-    let found = calls(TWO, |panel| {
+    let recorded = calls(TWO, |panel| {
         slot.set(panel);
         let made = with_room(
             PlannedFailure::Module,
@@ -182,7 +182,7 @@ fn a_request_drops_the_panel_in_the_making() {
         );
         assert!(made.is_ok() && slot.take().is_none());
     });
-    assert_eq!(found, ["follow", "second", "second", "request", "join", "room", "request"]);
+    assert_eq!(recorded, ["follow", "second", "second", "request", "join", "room", "request"]);
     assert!(calls(TWO, |panel| assert!(panel.is_none())).is_empty());
 }
 

@@ -22,16 +22,16 @@ fn check(weight: &Quantized, shift: usize) -> Result<()> {
     weight.with_view(|view| view.dequantize(0, &mut exact))?;
     weight.with_view(|view| view.dequantize(0, &mut rounded))?;
     for dtype in [DType::F32, DType::BF16] {
-        let found = written(shift, count, dtype, |panel| {
+        let values = written(shift, count, dtype, |panel| {
             dequantize_whole(&Emulator, &Source::new(weight)?, &panel.reshape(weight.shape)?)
         })?;
         let wanted = |i: usize| if dtype == DType::BF16 { rounded[i].to_f32() } else { exact[i] };
-        let differs = |(i, found): (usize, &u32)| {
-            let (found, wanted) = (f32::from_bits(*found), wanted(i));
-            found.to_bits() != wanted.to_bits() && !(found.is_nan() && wanted.is_nan())
+        let differs = |(i, value): (usize, &u32)| {
+            let (actual, wanted) = (f32::from_bits(*value), wanted(i));
+            actual.to_bits() != wanted.to_bits() && !(actual.is_nan() && wanted.is_nan())
         };
-        let wrong = found.iter().enumerate().find(|(i, found)| differs((*i, *found)));
-        let wrong = wrong.map(|(i, found)| (i, f32::from_bits(*found), wanted(i)));
+        let wrong = values.iter().enumerate().find(|(i, value)| differs((*i, *value)));
+        let wrong = wrong.map(|(i, value)| (i, f32::from_bits(*value), wanted(i)));
         assert_eq!(wrong, None, "{:?}, {dtype:?}: the first wrong value", weight.format);
     }
     Ok(())
