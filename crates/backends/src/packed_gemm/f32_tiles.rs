@@ -48,14 +48,18 @@ pub(super) fn pack<T: FloatElement>(
             pack_steps(tiles, from, outer, inner, by_rows);
         }
         let fits = if by_rows { (inner, outer.len()) } else { (outer.len(), inner) };
-        let is_turned = (from.inner == 1) != by_rows;
-        if set >= InstructionSet::Avx2 && is_turned && fits.0.is_multiple_of(8) && fits.1.is_multiple_of(4) {
+        let is_transposed = (from.inner == 1) != by_rows;
+        if set >= InstructionSet::Avx2
+            && is_transposed
+            && fits.0.is_multiple_of(8)
+            && fits.1.is_multiple_of(4)
+        {
             // SAFETY: the processor has the instructions, by the assertion.
             return unsafe {
                 if by_rows {
-                    pack_turned::<_, true>(tiles, from, outer, inner);
+                    pack_transposed::<_, true>(tiles, from, outer, inner);
                 } else {
-                    pack_turned::<_, false>(tiles, from, outer, inner);
+                    pack_transposed::<_, false>(tiles, from, outer, inner);
                 }
             };
         }
@@ -144,7 +148,7 @@ fn fill_some<T: FloatElement>(line: &mut [u32; LANES], values: &[T]) {
 /// of eight lines by four elements are transposed in registers.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn pack_turned<T: FloatElement, const BY_ROWS: bool>(
+fn pack_transposed<T: FloatElement, const BY_ROWS: bool>(
     tiles: &mut [Tile],
     from: Strided<'_, T>,
     outer: Range<usize>,
