@@ -9,8 +9,7 @@
 //! ```
 
 use super::chunk::{
-    KeyChunk, StateRows, ValueChunk, narrow, prefetch_rows, product, scale, sized, subtract_rows, view,
-    write_scaled,
+    KeyChunk, StateRows, ValueChunk, narrow, product, scale, sized, subtract_rows, view, write_scaled,
 };
 use super::{DeltaRows, GateGrad, GradRow};
 use crate::backends::simd;
@@ -36,14 +35,9 @@ impl<T: FloatElement> BackwardTask<'_, T> {
         let count = self.rows.len().div_ceil(CHUNK);
         let (mut keys, mut chunk) = (KeyChunk::default(), ValueChunk::default());
         let (mut grads, mut memory) = (KeyGrads::default(), ChunkMemory::default());
-        let end = self.first + self.rows.len();
         let chunks = self.rows.chunks_mut(CHUNK).zip(gates.chunks_mut(CHUNK * group)).enumerate();
         for (i, (rows, gates)) in chunks.rev() {
             let first = self.first + i * CHUNK;
-            if i + 1 == count {
-                prefetch_rows(all, self.key_head, first..end);
-            }
-            prefetch_rows(all, self.key_head, first.saturating_sub(CHUNK).max(self.first)..first);
             keys.fill(all, self.key_head, first, rows.len());
             grads.clear(&keys);
             for (member, dstate) in dstates.chunks_exact_mut(heads.state_len()).enumerate() {
@@ -178,13 +172,7 @@ impl ChunkGrads<'_> {
     /// Writes the gradients of the values and gates, given dO in `memory`; adds those of keys and
     /// queries, and replaces the gradient of the state after the chunk by that of the state before
     /// it.
-    fn run(
-        &self,
-        grads: &mut KeyGrads,
-        memory: &mut ChunkMemory,
-        state: Option<&[f32]>,
-        dstate: &mut [f32],
-    ) {
+    fn run(&self, grads: &mut KeyGrads, memory: &mut ChunkMemory, state: Option<&[f32]>, dstate: &mut [f32]) {
         let (len, dim) = (self.keys.len, self.dim);
         self.corrections(memory, dstate);
         let products = sized(&mut memory.products, 2 * len * len);

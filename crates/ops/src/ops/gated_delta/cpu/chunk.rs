@@ -1,10 +1,8 @@
 //! One chunk of one head: its products, its triangular system and the step of its state.
 
-use std::ops::Range;
-
 use super::{DeltaRows, GateColumns};
 use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
-use crate::backends::simd::{self, prefetch};
+use crate::backends::simd;
 use crate::instruction_set::vectorized;
 use crate::ops::gated_delta::{CHUNK, NORM_EPS};
 use crate::runtime::cpu_tensor::FloatElement;
@@ -250,29 +248,6 @@ fn token_gates<T: FloatElement>(
     (first..first + len).map(move |row| gate.of_token(a.at(row, head), b.at(row, head)))
 }
 
-/// Prefetches the inputs of a key head in some rows: pieces of rows, which processors do not expect.
-pub(super) fn prefetch_rows<T: FloatElement>(all: &DeltaRows<'_, T>, key_head: usize, rows: Range<usize>) {
-    let heads = all.heads;
-    let (keys, values) = (heads.key_dim, heads.group() * heads.value_dim);
-    let pieces = [
-        (key_head * keys, keys),
-        (heads.key_width() + key_head * keys, keys),
-        (2 * heads.key_width() + key_head * values, values),
-    ];
-    for row in rows {
-        for (start, len) in pieces {
-            let piece = all.qkv.get(row * heads.conv_width() + start..).unwrap_or(&[]);
-            for line in piece[..len.min(piece.len())].chunks(64 / size_of::<T>()) {
-                prefetch(line.as_ptr());
-            }
-        }
-        for gate in [&all.a, &all.b] {
-            let at = row * gate.stride + gate.start + key_head * heads.group();
-            prefetch(gate.data.as_ptr().wrapping_add(at));
-        }
-    }
-}
-
 /// The forward of a span in the value heads of a key head.
 pub(super) struct ForwardTask<'a, T> {
     pub(super) key_head: usize,
@@ -300,11 +275,8 @@ impl<T: FloatElement> ForwardTask<'_, T> {
         };
         let (mut keys, mut chunk) = (KeyChunk::default(), ValueChunk::default());
         let (mut outputs, mut added) = (Vec::new(), Vec::new());
-        let end = self.first + self.out.len();
-        prefetch_rows(all, self.key_head, self.first..end.min(self.first + CHUNK));
         for (i, out) in self.out.chunks_mut(CHUNK).enumerate() {
             let first = self.first + i * CHUNK;
-            prefetch_rows(all, self.key_head, (first + CHUNK).min(end)..(first + 2 * CHUNK).min(end));
             if i > 0
                 && let Some(saved) = self.states.get_mut(i - 1)
             {
@@ -411,11 +383,11 @@ vectorized! {
             let [a, b, c, d] = block.as_chunks_mut::<{ simd::LANES }>().0 else { continue };
             let (mut sums_a, mut sums_b, mut sums_c, mut sums_d) = (*a, *b, *c, *d);
             for (row, factor) in rows.chunks_exact(width).zip(factors) {
-                let row = &row[i * COLUMNS..(i + 1) * COLUMNS];
-                subtract_lanes(&mut sums_a, &row[..16], *factor);
-                subtract_lanes(&mut sums_b, &row[16..32], *factor);
-                subtract_lanes(&mut sums_c, &row[32..48], *factor);
-                subtract_lanes(&mut sums_d, &row[48..], *factor);
+                let (row, _) = row[i * COLUMNS..(i + 1) * COLUMNS].as_chunks();
+                subtract_lanes(&mut sums_a, &row[0], *factor);
+                subtract_lanes(&mut sums_b, &row[1], *factor);
+                subtract_lanes(&mut sums_c, &row[2], *factor);
+                subtract_lanes(&mut sums_d, &row[3], *factor);
             }
             (*a, *b, *c, *d) = (sums_a, sums_b, sums_c, sums_d);
         }
@@ -429,8 +401,8 @@ vectorized! {
 }
 
 #[inline(always)]
-fn subtract_lanes(sums: &mut [f32; simd::LANES], row: &[f32], factor: f32) {
-    for i in 0..simd::LANES {
-        sums[i] -= factor * row[i];
+fn subtract_lanes(sums: &mut [f32; simd::LANES], row: &[f32; simd::LANES], factor: f32) {
+    for (sum, value) in sums.iter_mut().zip(row) {
+        *sum -= factor * value;
     }
 }
