@@ -8,7 +8,9 @@
 //! Y = [−β e^γ B; e^γ dO],  d[K; Q] = Y Sᵀ + …,  dS before = e^γ_C dS + [K; Q]ᵀ Y
 //! ```
 
-use super::chunk::{KeyChunk, ValueChunk, narrow, product, scale, subtract_rows, view, write_scaled};
+use super::chunk::{
+    KeyChunk, StateRows, ValueChunk, narrow, product, scale, sized, subtract_rows, view, write_scaled,
+};
 use super::{DeltaRows, GateGrad, GradRow};
 use crate::backends::simd;
 use crate::instruction_set::vectorized;
@@ -31,25 +33,29 @@ impl<T: FloatElement> BackwardTask<'_, T> {
         let mut gates = vec![GateGrad::default(); self.rows.len() * group];
         let mut dstates = vec![0f32; group * heads.state_len()];
         let count = self.rows.len().div_ceil(CHUNK);
+        let (mut keys, mut chunk) = (KeyChunk::default(), ValueChunk::default());
+        let (mut grads, mut memory) = (KeyGrads::default(), ChunkMemory::default());
         let chunks = self.rows.chunks_mut(CHUNK).zip(gates.chunks_mut(CHUNK * group)).enumerate();
         for (i, (rows, gates)) in chunks.rev() {
             let first = self.first + i * CHUNK;
-            let keys = KeyChunk::of(all, self.key_head, first, rows.len());
-            let mut grads = KeyGrads::zeros(&keys);
+            keys.fill(all, self.key_head, first, rows.len());
+            grads.clear(&keys);
             for (member, dstate) in dstates.chunks_exact_mut(heads.state_len()).enumerate() {
                 let head = self.key_head * group + member;
                 let state = i.checked_sub(1).map(|before| {
                     let at = (self.first_chunk + before) * heads.num_value_heads + head;
                     &states[at * heads.state_len()..][..heads.state_len()]
                 });
-                let chunk = ValueChunk::of(all, &keys, head, first, state);
-                let dout = head_rows(dout, head, first, &keys, heads.value_dim, heads.value_width());
-                let grad =
-                    ChunkGrads { keys: &keys, chunk: &chunk, dim: heads.value_dim, is_last: i + 1 == count };
-                let dvalues = grad.run(&mut grads, dout, state, dstate);
-                for (row, (d, to)) in dvalues.v.chunks_exact(heads.value_dim).zip(rows.iter_mut()).enumerate()
-                {
-                    narrow(&mut to.v[member * heads.value_dim..][..heads.value_dim], d);
+                chunk.solve(all, &keys, head, first, (state, StateRows::Keys));
+                let dim = heads.value_dim;
+                // After the rows of B.
+                let rhs = sized(&mut memory.rhs, 2 * keys.len * dim);
+                widen_head(&mut rhs[keys.len * dim..], dout, (head, first), dim, heads.value_width());
+                let grad = ChunkGrads { keys: &keys, chunk: &chunk, dim, is_last: i + 1 == count };
+                grad.run(&mut grads, &mut memory, state, dstate);
+                let dvalues = &memory.values;
+                for (row, (d, to)) in dvalues.v.chunks_exact(dim).zip(rows.iter_mut()).enumerate() {
+                    narrow(&mut to.v[member * dim..][..dim], d);
                     gates[row * group + member] = dvalues.gate(&chunk, row);
                 }
             }
@@ -60,23 +66,40 @@ impl<T: FloatElement> BackwardTask<'_, T> {
     }
 }
 
-/// Returns the rows of a head in f32, `[len, dim]`, of a matrix with `width` columns.
-fn head_rows<T: FloatElement>(
+/// Writes the rows of a head from row `first` on to `to: [len, dim]`, of a matrix with `width`
+/// columns.
+fn widen_head<T: FloatElement>(
+    to: &mut [f32],
     data: &[T],
-    head: usize,
-    first: usize,
-    keys: &KeyChunk,
+    (head, first): (usize, usize),
     dim: usize,
     width: usize,
-) -> Vec<f32> {
-    let mut rows = vec![0f32; keys.len * dim];
-    for (i, to) in rows.chunks_exact_mut(dim).enumerate() {
+) {
+    for (i, to) in to.chunks_exact_mut(dim).enumerate() {
         widen(to, &data[(first + i) * width + head * dim..][..dim]);
     }
-    rows
+}
+
+/// The memory of all chunks of a task.
+#[derive(Default)]
+struct ChunkMemory {
+    /// B, then dO: `[2·len, Dv]`.
+    rhs: Vec<f32>,
+    /// Products of `rhs`.
+    products: Vec<f32>,
+    /// The transposed system.
+    factors: Vec<f32>,
+    /// The corrections at the end of the chunk.
+    added: Vec<f32>,
+    /// Gradients of keys and queries by one state.
+    keys: Vec<f32>,
+    /// The gradients of γ.
+    sums: Vec<f32>,
+    values: ValueGrads,
 }
 
 /// The gradients of the keys and queries of a chunk, summed over value heads.
+#[derive(Default)]
 struct KeyGrads {
     /// `[2·len, Dk]`, like [`KeyChunk::kq`].
     kq: Vec<f32>,
@@ -85,8 +108,9 @@ struct KeyGrads {
 }
 
 impl KeyGrads {
-    fn zeros(keys: &KeyChunk) -> Self {
-        KeyGrads { kq: vec![0.0; keys.kq.len()], products: vec![0.0; keys.products.len()] }
+    fn clear(&mut self, keys: &KeyChunk) {
+        sized(&mut self.kq, keys.kq.len()).fill(0.0);
+        sized(&mut self.products, keys.products.len()).fill(0.0);
     }
 
     /// Adds the gradients of the products to those of keys and queries.
@@ -113,6 +137,7 @@ impl KeyGrads {
 }
 
 /// The gradients of a chunk of a value head.
+#[derive(Default)]
 struct ValueGrads {
     /// Those of the values, `[len, Dv]`.
     v: Vec<f32>,
@@ -144,47 +169,46 @@ struct ChunkGrads<'a> {
 }
 
 impl ChunkGrads<'_> {
-    /// Returns the gradients of the values and gates, given `dout: [len, Dv]`; adds those of keys
-    /// and queries, and replaces the gradient of the state after the chunk by that of the state
-    /// before it.
-    fn run(
-        &self,
-        grads: &mut KeyGrads,
-        dout: Vec<f32>,
-        state: Option<&[f32]>,
-        dstate: &mut [f32],
-    ) -> ValueGrads {
+    /// Writes the gradients of the values and gates, given dO in `memory`; adds those of keys and
+    /// queries, and replaces the gradient of the state after the chunk by that of the state before
+    /// it.
+    fn run(&self, grads: &mut KeyGrads, memory: &mut ChunkMemory, state: Option<&[f32]>, dstate: &mut [f32]) {
         let (len, dim) = (self.keys.len, self.dim);
-        // Rows 0..len are B, the others dO.
-        let mut rhs = self.corrections(&dout, dstate);
-        rhs.extend(dout);
-        let mut products = vec![0f32; 2 * len * len];
-        product(&mut products, len, false, view(&rhs, 2 * len, dim), view(&self.chunk.added, len, dim).t());
-        let mut grad = self.values(&rhs);
-        // The gradients of γ.
-        let mut sums = self.weights(grads, &products, &mut grad.beta);
+        self.corrections(memory, dstate);
+        let products = sized(&mut memory.products, 2 * len * len);
+        let rhs = view(&memory.rhs, 2 * len, dim);
+        product(products, len, false, rhs, view(&self.chunk.added, len, dim).t());
+        self.values(memory);
+        self.weights(grads, memory);
         if !self.is_last {
-            self.state_after(grads, &mut sums, state, dstate);
+            self.state_after(grads, memory, state, dstate);
         }
         if let Some(state) = state {
-            self.state_before(grads, &mut sums, rhs, state, dstate);
+            self.state_before(grads, memory, state, dstate);
         }
         // γ is a running sum.
         let mut sum = 0.0;
-        for (to, d) in grad.log_decay.iter_mut().zip(&sums).rev() {
+        let log_decay = sized(&mut memory.values.log_decay, len);
+        for (to, d) in log_decay.iter_mut().zip(&memory.sums).rev() {
             sum += d;
             *to = sum;
         }
-        grad
     }
 
-    /// Adds the gradients by the state after the chunk, those of γ to `sums`.
-    fn state_after(&self, grads: &mut KeyGrads, sums: &mut [f32], state: Option<&[f32]>, dstate: &[f32]) {
+    /// Adds the gradients by the state after the chunk.
+    fn state_after(
+        &self,
+        grads: &mut KeyGrads,
+        memory: &mut ChunkMemory,
+        state: Option<&[f32]>,
+        dstate: &[f32],
+    ) {
         let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
         let (len, key_dim) = (keys.len, keys.dim);
-        let added = chunk.added_at_end();
-        let mut dkeys = vec![0f32; len * key_dim];
-        product(&mut dkeys, key_dim, false, view(&added, len, dim), view(dstate, key_dim, dim).t());
+        let ChunkMemory { added, keys: dkeys, sums, .. } = memory;
+        chunk.write_added_at_end(added);
+        let dkeys = sized(dkeys, len * key_dim);
+        product(dkeys, key_dim, false, view(added, len, dim), view(dstate, key_dim, dim).t());
         let mut at_end = state.map_or(0.0, |state| chunk.whole() * dot(state, dstate));
         for (i, d) in dkeys.chunks_exact(key_dim).enumerate() {
             let along = dot(d, &keys.kq[i * key_dim..][..key_dim]);
@@ -192,75 +216,76 @@ impl ChunkGrads<'_> {
             sums[i] -= along;
         }
         sums[len - 1] += at_end;
-        add(&mut grads.kq[..len * key_dim], &dkeys);
+        add(&mut grads.kq[..len * key_dim], dkeys);
     }
 
-    /// Adds the gradients by the state before the chunk, those of γ to `sums`; `rhs` is B, then dO.
+    /// Adds the gradients by the state before the chunk. Y replaces the right-hand sides.
     fn state_before(
         &self,
         grads: &mut KeyGrads,
-        sums: &mut [f32],
-        mut rhs: Vec<f32>,
+        memory: &mut ChunkMemory,
         state: &[f32],
         dstate: &mut [f32],
     ) {
         let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
         let (len, key_dim) = (keys.len, keys.dim);
-        // Y in place of the right-hand sides.
+        let ChunkMemory { rhs, keys: dkq, sums, .. } = memory;
         for (i, row) in rhs.chunks_exact_mut(dim).enumerate() {
             let factor = if i < len { -chunk.gates[i].beta } else { 1.0 };
             scale(row, factor * chunk.from_start[i % len]);
         }
-        let rhs = view(&rhs, 2 * len, dim);
-        let mut dkq = vec![0f32; 2 * len * key_dim];
-        product(&mut dkq, key_dim, false, rhs, view(state, key_dim, dim).t());
+        let rhs = view(rhs, 2 * len, dim);
+        let dkq = sized(dkq, 2 * len * key_dim);
+        product(dkq, key_dim, false, rhs, view(state, key_dim, dim).t());
         for (i, d) in dkq.chunks_exact(key_dim).enumerate() {
             sums[i % len] += dot(d, &keys.kq[i * key_dim..][..key_dim]);
         }
-        add(&mut grads.kq, &dkq);
+        add(&mut grads.kq, dkq);
         scale(dstate, chunk.whole());
         product(dstate, dim, true, keys.view().t(), rhs);
     }
 
-    /// Returns B, `[len, Dv]`.
-    fn corrections(&self, dout: &[f32], dstate: &[f32]) -> Vec<f32> {
+    /// Writes B to the first rows of the right-hand sides.
+    fn corrections(&self, memory: &mut ChunkMemory, dstate: &[f32]) {
         let (keys, chunk, dim) = (self.keys, self.chunk, self.dim);
         let len = keys.len;
-        let mut d = vec![0f32; len * dim];
-        if !self.is_last {
-            product(&mut d, dim, false, keys.keys(), view(dstate, keys.dim, dim));
+        let (d, dout) = memory.rhs.split_at_mut(len * dim);
+        if self.is_last {
+            d.fill(0.0);
+        } else {
+            product(d, dim, false, keys.keys(), view(dstate, keys.dim, dim));
             d.chunks_exact_mut(dim).zip(&chunk.to_end).for_each(|(row, factor)| scale(row, *factor));
         }
-        product(&mut d, dim, true, view(&chunk.scores, len, len).t(), view(dout, len, dim));
+        product(d, dim, true, view(&chunk.scores, len, len).t(), view(dout, len, dim));
         // The transposed system, whose rows are contiguous.
-        let mut factors = vec![0f32; len * len];
+        let factors = sized(&mut memory.factors, len * len);
         for (i, row) in chunk.system.chunks_exact(len).enumerate() {
-            row.iter().enumerate().for_each(|(j, value)| factors[j * len + i] = *value);
+            row[..i].iter().enumerate().for_each(|(j, value)| factors[j * len + i] = *value);
         }
         for i in (0..len).rev() {
             let (row, after) = d[i * dim..].split_at_mut(dim);
             subtract_rows(row, after, &factors[i * len + i + 1..(i + 1) * len]);
         }
-        d
     }
 
-    /// Returns the gradients of the values and, in part, of β.
-    fn values(&self, rhs: &[f32]) -> ValueGrads {
+    /// Writes the gradients of the values and, in part, of β.
+    fn values(&self, memory: &mut ChunkMemory) {
         let (chunk, dim, len) = (self.chunk, self.dim, self.keys.len);
-        let mut grads =
-            ValueGrads { v: vec![0f32; len * dim], beta: vec![0.0; len], log_decay: vec![0.0; len] };
-        for (i, d) in rhs[..len * dim].chunks_exact(dim).enumerate() {
-            grads.beta[i] = dot(d, &chunk.missing[i * dim..][..dim]);
-            write_scaled(&mut grads.v[i * dim..][..dim], d, chunk.gates[i].beta);
+        let ValueGrads { v, beta, .. } = &mut memory.values;
+        let (v, beta) = (sized(v, len * dim), sized(beta, len));
+        for (i, d) in memory.rhs[..len * dim].chunks_exact(dim).enumerate() {
+            beta[i] = dot(d, &chunk.missing[i * dim..][..dim]);
+            write_scaled(&mut v[i * dim..][..dim], d, chunk.gates[i].beta);
         }
-        grads
     }
 
     /// Adds the gradients of the products of keys and queries, given `products`: B uᵀ, then dO uᵀ.
-    /// Adds those of β, and returns those of γ by the decays D_ij.
-    fn weights(&self, grads: &mut KeyGrads, products: &[f32], beta: &mut [f32]) -> Vec<f32> {
+    /// Adds those of β, and writes those of γ by the decays D_ij.
+    fn weights(&self, grads: &mut KeyGrads, memory: &mut ChunkMemory) {
         let (chunk, len) = (self.chunk, self.keys.len);
-        let mut sums = vec![0f32; len];
+        let ChunkMemory { products, sums, values: ValueGrads { beta, .. }, .. } = memory;
+        let sums = sized(sums, len);
+        sums.fill(0.0);
         let mut row_grads = [0f32; CHUNK];
         for i in 0..len {
             let (own, query) = (i * len, (len + i) * len);
@@ -280,7 +305,6 @@ impl ChunkGrads<'_> {
             let decays = &chunk.decays[own..=own + i];
             add_products(&mut grads.products[query..=query + i], dscores, decays, 1.0);
         }
-        sums
     }
 }
 

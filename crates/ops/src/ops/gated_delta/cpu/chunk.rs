@@ -51,7 +51,15 @@ pub(super) fn product(
     matmul(MatViewMut { data: dst, stride: width, accumulate }, a, b, 1.0, Threads::One);
 }
 
-/// The keys and queries of a chunk of a key head.
+/// Sets the number of values; those that were there may keep what they held.
+pub(super) fn sized(values: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    values.resize(len, 0.0);
+    values
+}
+
+/// The keys and queries of a chunk of a key head. A task uses one for all its chunks: fresh memory
+/// would have to be zeroed.
+#[derive(Default)]
 pub(super) struct KeyChunk {
     pub(super) len: usize,
     pub(super) dim: usize,
@@ -64,11 +72,19 @@ pub(super) struct KeyChunk {
 }
 
 impl KeyChunk {
-    pub(super) fn of<T: FloatElement>(all: &DeltaRows<'_, T>, head: usize, first: usize, len: usize) -> Self {
+    /// Computes the chunk of `len` tokens from row `first` on.
+    pub(super) fn fill<T: FloatElement>(
+        &mut self,
+        all: &DeltaRows<'_, T>,
+        head: usize,
+        first: usize,
+        len: usize,
+    ) {
         let (heads, dim) = (all.heads, all.heads.key_dim);
         let scale = 1.0 / (dim as f32).sqrt();
-        let (mut kq, mut inverse) = (vec![0f32; 2 * len * dim], vec![0f32; 2 * len]);
-        for (i, (to, inverse)) in kq.chunks_exact_mut(dim).zip(&mut inverse).enumerate() {
+        (self.len, self.dim) = (len, dim);
+        let (kq, inverse) = (sized(&mut self.kq, 2 * len * dim), sized(&mut self.inverse, 2 * len));
+        for (i, (to, inverse)) in kq.chunks_exact_mut(dim).zip(inverse).enumerate() {
             let (row, start, scale) = match i.checked_sub(len) {
                 None => (i, heads.key_width(), 1.0),
                 Some(i) => (i, 0, scale),
@@ -76,9 +92,8 @@ impl KeyChunk {
             let at = (first + row) * heads.conv_width() + start + head * dim;
             *inverse = write_normed(to, &all.qkv[at..at + dim], scale);
         }
-        let mut products = vec![0f32; 2 * len * len];
-        product(&mut products, len, false, view(&kq, 2 * len, dim), view(&kq, len, dim).t());
-        KeyChunk { len, dim, kq, inverse, products }
+        let products = sized(&mut self.products, 2 * len * len);
+        product(products, len, false, view(&self.kq, 2 * len, dim), view(&self.kq, len, dim).t());
     }
 
     /// Returns keys and queries, `[2·len, Dk]`.
@@ -91,7 +106,15 @@ impl KeyChunk {
     }
 }
 
-/// A chunk of a value head, solved from the state before it.
+/// The rows of a chunk whose products with the state before it are computed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum StateRows {
+    Keys,
+    KeysAndQueries,
+}
+
+/// A chunk of a value head, solved from the state before it. A task uses one for all its chunks.
+#[derive(Default)]
 pub(super) struct ValueChunk {
     len: usize,
     dim: usize,
@@ -106,8 +129,9 @@ pub(super) struct ValueChunk {
     pub(super) system: Vec<f32>,
     /// D_ij (q_i·k_j) for j ≤ i, else 0.
     pub(super) scores: Vec<f32>,
-    /// The products of keys and queries with the state before the chunk, `[2·len, Dv]`.
-    pub(super) read: Vec<f32>,
+    /// The products of keys and queries with the state before the chunk, `[2·len, Dv]`, if those of
+    /// the queries were asked for.
+    read: Vec<f32>,
     /// v_i − e^γ_i Sᵀk_i: `[len, Dv]`.
     pub(super) missing: Vec<f32>,
     /// The corrections u: `[len, Dv]`.
@@ -115,62 +139,68 @@ pub(super) struct ValueChunk {
 }
 
 impl ValueChunk {
-    /// Computes the chunk of `len` tokens from row `first` on, from the state `[Dk, Dv]` before it;
-    /// it is zero if none is given.
-    pub(super) fn of<T: FloatElement>(
+    /// Computes the chunk of `keys` from row `first` on, from the state `[Dk, Dv]` before it; it is
+    /// zero if none is given.
+    pub(super) fn solve<T: FloatElement>(
+        &mut self,
         all: &DeltaRows<'_, T>,
         keys: &KeyChunk,
         head: usize,
         first: usize,
-        state: Option<&[f32]>,
-    ) -> Self {
+        (state, rows): (Option<&[f32]>, StateRows),
+    ) {
         let (heads, len, dim) = (all.heads, keys.len, all.heads.value_dim);
-        let mut chunk =
-            ValueChunk::decayed(token_gates(all.gates[head], [&all.a, &all.b], head, first, len), dim);
-        chunk.weigh(&keys.products);
-        if let Some(state) = state {
-            product(&mut chunk.read, dim, false, keys.view(), view(state, keys.dim, dim));
+        self.gates.clear();
+        self.gates.extend(token_gates(all.gates[head], [&all.a, &all.b], head, first, len));
+        self.decay(dim);
+        self.weigh(&keys.products);
+        // At least two rows: a product of one has another order of sums.
+        let rows = if rows == StateRows::Keys { len.max(2) } else { 2 * len };
+        let read = sized(&mut self.read, rows * dim);
+        match state {
+            Some(state) => {
+                product(read, dim, false, view(&keys.kq, rows, keys.dim), view(state, keys.dim, dim));
+            }
+            None => read.fill(0.0),
         }
+        sized(&mut self.missing, len * dim);
+        sized(&mut self.added, len * dim);
         for i in 0..len {
             let at = (first + i) * heads.conv_width() + 2 * heads.key_width() + head * dim;
             let row = i * dim..(i + 1) * dim;
-            let read = &chunk.read[row.clone()];
-            write_missing(&mut chunk.missing[row.clone()], &all.qkv[at..at + dim], read, chunk.from_start[i]);
-            let (before, added) = chunk.added.split_at_mut(row.start);
-            write_scaled(&mut added[..dim], &chunk.missing[row], chunk.gates[i].beta);
-            subtract_rows(&mut added[..dim], before, &chunk.system[i * len..][..i]);
+            let read = &self.read[row.clone()];
+            write_missing(&mut self.missing[row.clone()], &all.qkv[at..at + dim], read, self.from_start[i]);
+            let (before, added) = self.added.split_at_mut(row.start);
+            write_scaled(&mut added[..dim], &self.missing[row], self.gates[i].beta);
+            subtract_rows(&mut added[..dim], before, &self.system[i * len..][..i]);
         }
-        chunk
     }
 
-    /// Returns a chunk with these gates and their decays, and memory for the rest.
-    fn decayed(gates: Vec<TokenGate>, dim: usize) -> Self {
-        let len = gates.len();
+    /// Computes the decays of the gates.
+    fn decay(&mut self, dim: usize) {
+        let len = self.gates.len();
         let mut sum = 0.0;
         let mut sums = [0f32; CHUNK];
-        for (to, gate) in sums.iter_mut().zip(&gates) {
+        for (to, gate) in sums.iter_mut().zip(&self.gates) {
             sum += gate.log_decay;
             *to = sum;
         }
         let sums = &sums[..len];
-        let mut decays = vec![0f32; len * len];
-        for (i, row) in decays.chunks_exact_mut(len).enumerate() {
+        if self.len != len {
+            // No value right of the diagonals is written.
+            for matrix in [&mut self.decays, &mut self.system, &mut self.scores] {
+                matrix.clear();
+                matrix.resize(len * len, 0.0);
+            }
+        }
+        (self.len, self.dim) = (len, dim);
+        for (i, row) in self.decays.chunks_exact_mut(len).enumerate() {
             write_decays(&mut row[..=i], &sums[..=i], sums[i]);
         }
-        let zeros = |rows: usize, width: usize| vec![0f32; rows * width];
-        ValueChunk {
-            len,
-            dim,
-            gates,
-            from_start: sums.iter().map(|sum| decay(*sum)).collect(),
-            to_end: decays[(len - 1) * len..].to_vec(),
-            decays,
-            system: zeros(len, len),
-            scores: zeros(len, len),
-            read: zeros(2 * len, dim),
-            missing: zeros(len, dim),
-            added: zeros(len, dim),
-        }
+        self.from_start.clear();
+        self.from_start.extend(sums.iter().map(|sum| decay(*sum)));
+        self.to_end.clear();
+        self.to_end.extend_from_slice(&self.decays[(len - 1) * len..]);
     }
 
     /// Computes system and scores from the products of the keys.
@@ -190,22 +220,20 @@ impl ValueChunk {
         self.from_start[self.len - 1]
     }
 
-    /// Returns the corrections with the decays of their parts at the end of the chunk.
-    pub(super) fn added_at_end(&self) -> Vec<f32> {
-        let mut added = vec![0f32; self.added.len()];
-        let rows = added.chunks_exact_mut(self.dim).zip(self.added.chunks_exact(self.dim));
+    /// Writes the corrections with the decays of their parts at the end of the chunk to `added`.
+    pub(super) fn write_added_at_end(&self, added: &mut Vec<f32>) {
+        let rows = sized(added, self.added.len()).chunks_exact_mut(self.dim);
+        let rows = rows.zip(self.added.chunks_exact(self.dim));
         rows.zip(&self.to_end).for_each(|((to, from), factor)| write_scaled(to, from, *factor));
-        added
     }
 
-    /// Returns the outputs, `[len, Dv]`.
-    fn outputs(&self) -> Vec<f32> {
+    /// Writes the outputs, `[len, Dv]`.
+    fn write_outputs(&self, out: &mut Vec<f32>) {
         let (len, dim) = (self.len, self.dim);
-        let mut out = vec![0f32; len * dim];
+        let out = sized(out, len * dim);
         let rows = out.chunks_exact_mut(dim).zip(self.read[len * dim..].chunks_exact(dim));
         rows.zip(&self.from_start).for_each(|((to, from), factor)| write_scaled(to, from, *factor));
-        product(&mut out, dim, true, view(&self.scores, len, len), view(&self.added, len, dim));
-        out
+        product(out, dim, true, view(&self.scores, len, len), view(&self.added, len, dim));
     }
 }
 
@@ -216,8 +244,8 @@ fn token_gates<T: FloatElement>(
     head: usize,
     first: usize,
     len: usize,
-) -> Vec<TokenGate> {
-    (first..first + len).map(|row| gate.of_token(a.at(row, head), b.at(row, head))).collect()
+) -> impl Iterator<Item = TokenGate> {
+    (first..first + len).map(move |row| gate.of_token(a.at(row, head), b.at(row, head)))
 }
 
 /// The forward of a span in the value heads of a key head.
@@ -245,6 +273,8 @@ impl<T: FloatElement> ForwardTask<'_, T> {
                 &mut own
             }
         };
+        let (mut keys, mut chunk) = (KeyChunk::default(), ValueChunk::default());
+        let (mut outputs, mut added) = (Vec::new(), Vec::new());
         for (i, out) in self.out.chunks_mut(CHUNK).enumerate() {
             let first = self.first + i * CHUNK;
             if i > 0
@@ -252,17 +282,18 @@ impl<T: FloatElement> ForwardTask<'_, T> {
             {
                 saved.copy_from_slice(states);
             }
-            let keys = KeyChunk::of(all, self.key_head, first, out.len());
+            keys.fill(all, self.key_head, first, out.len());
             for (member, state) in states.chunks_exact_mut(heads.state_len()).enumerate() {
                 let head = self.key_head * heads.group() + member;
                 let before = (i > 0 || is_carried).then_some(&*state);
-                let chunk = ValueChunk::of(all, &keys, head, first, before);
-                for (out, row) in out.iter_mut().zip(chunk.outputs().chunks_exact(dim)) {
+                chunk.solve(all, &keys, head, first, (before, StateRows::KeysAndQueries));
+                chunk.write_outputs(&mut outputs);
+                for (out, row) in out.iter_mut().zip(outputs.chunks_exact(dim)) {
                     narrow(&mut out[member * dim..][..dim], row);
                 }
                 if i + 1 < chunks || is_carried {
                     scale(state, chunk.whole());
-                    let added = chunk.added_at_end();
+                    chunk.write_added_at_end(&mut added);
                     product(state, dim, true, keys.keys().t(), view(&added, keys.len, dim));
                 }
             }
@@ -340,23 +371,38 @@ vectorized! {
     }
 }
 
+/// Columns whose sums stay in registers while rows are subtracted.
+const COLUMNS: usize = 4 * simd::LANES;
+
 vectorized! {
-    /// Subtracts the sum of `rows`, each times its factor, from `row`: four rows at a time.
+    /// Subtracts `rows`, each times its factor, from `row`, in order.
     pub(super) fn subtract_rows(row: &mut [f32], rows: &[f32], factors: &[f32]) {
         let width = row.len();
-        let whole = factors.len() / 4 * 4;
-        for (rows, f) in rows.chunks_exact(4 * width).zip(factors.chunks_exact(4)) {
-            let (a, rows) = rows.split_at(width);
-            let (b, rows) = rows.split_at(width);
-            let (c, d) = rows.split_at(width);
-            for ((((row, a), b), c), d) in row.iter_mut().zip(a).zip(b).zip(c).zip(d) {
-                *row = *row - f[0] * a - f[1] * b - f[2] * c - f[3] * d;
+        let (blocks, rest) = row.as_chunks_mut::<COLUMNS>();
+        for (i, block) in blocks.iter_mut().enumerate() {
+            let [a, b, c, d] = block.as_chunks_mut::<{ simd::LANES }>().0 else { continue };
+            let (mut sums_a, mut sums_b, mut sums_c, mut sums_d) = (*a, *b, *c, *d);
+            for (row, factor) in rows.chunks_exact(width).zip(factors) {
+                let (row, _) = row[i * COLUMNS..(i + 1) * COLUMNS].as_chunks();
+                subtract_lanes(&mut sums_a, &row[0], *factor);
+                subtract_lanes(&mut sums_b, &row[1], *factor);
+                subtract_lanes(&mut sums_c, &row[2], *factor);
+                subtract_lanes(&mut sums_d, &row[3], *factor);
+            }
+            (*a, *b, *c, *d) = (sums_a, sums_b, sums_c, sums_d);
+        }
+        let start = width - rest.len();
+        for (row, factor) in rows.chunks_exact(width).zip(factors) {
+            for (value, row) in rest.iter_mut().zip(&row[start..]) {
+                *value -= factor * row;
             }
         }
-        for (rows, f) in rows[whole * width..].chunks_exact(width).zip(&factors[whole..]) {
-            for (row, a) in row.iter_mut().zip(rows) {
-                *row -= f * a;
-            }
-        }
+    }
+}
+
+#[inline(always)]
+fn subtract_lanes(sums: &mut [f32; simd::LANES], row: &[f32; simd::LANES], factor: f32) {
+    for (sum, value) in sums.iter_mut().zip(row) {
+        *sum -= factor * value;
     }
 }
