@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
+use super::cuda_graphs;
 use super::fp8_base;
 use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, available};
 use super::memory_parts::MemoryParts;
@@ -118,9 +119,10 @@ impl StepInputs<'_> {
     /// Refuses what a run of `recipe` with this strategy cannot compute.
     ///
     /// # Errors
-    /// No operation would read the bf16 copy; the run cannot multiply in fp8.
+    /// No operation would read the bf16 copy; no block has a graph; the run cannot multiply in fp8.
     pub(crate) fn check(&self, recipe: &Recipe, kind: ShardingStrategy) -> Result<()> {
         bf16_copy::check(recipe, self.engine, kind)?;
+        cuda_graphs::check(recipe, &self.base.config)?;
         fp8_base::check(recipe, &self.base.config, self.engine)
     }
 
@@ -348,6 +350,7 @@ fn how<'a>(
         bf16_copy: engine.bf16_copy,
         fp8: &engine.fp8,
         scales_rows: Fp8Rows::scaled_in_product(&engine.device),
+        graphs: recipe.train.cuda_graphs,
         frozen_ranks: if engine.traits.on_host() { engine.frozen.ranks() } else { 1 },
         objective: objectives::objective(&recipe.objective).cost(),
     })

@@ -17,6 +17,7 @@
 mod bf16_copy;
 mod carried;
 mod changes;
+mod cuda_graphs;
 mod describe;
 mod fingerprint;
 mod fit;

@@ -40,6 +40,7 @@ pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     {
         return cuda::dropout(driver, x, site);
     }
+    gpu::issue_before_candle();
     let (rows, width) = dims2(x)?;
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; rows * width];

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gemm::{LowRankTerm, MatView, MatViewMut, Threads, matmul as gemm, matmul_plus};
-use super::gpu::{Route, are_floats};
+use super::gpu::{Route, are_floats, issue_before_candle};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -106,7 +106,10 @@ impl Addend<'_> {
             Addend::Nothing => return Ok(false),
             Addend::Destination => {}
             Addend::Matrix(matrix) if matrix.dims() == dst.tensor.dims() => copy_into(dst.tensor, matrix)?,
-            Addend::Matrix(matrix) => dst.tensor.slice_set(matrix, 1, dst.start)?,
+            Addend::Matrix(matrix) => {
+                issue_before_candle();
+                dst.tensor.slice_set(matrix, 1, dst.start)?;
+            }
         }
         Ok(true)
     }

@@ -18,8 +18,9 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
+use super::host_graph::HostGraph;
 use super::recorder::{note_begin, note_end, note_launch, note_product, note_upload};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
+use super::{Arg, DeviceGraph, Driver, Gemm, Kernel, LaunchShape, Request, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
 use crate::runtime::device_memory::with_room;
@@ -165,6 +166,10 @@ impl Driver for Emulator {
             launches.run()?;
         }
         Ok(Some(Box::new(launches)))
+    }
+
+    fn graph(&'static self, requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        Ok(Some(Box::new(HostGraph { driver: self, requests: requests.to_vec() })))
     }
 
     fn note_upload(&self, bytes: usize) {

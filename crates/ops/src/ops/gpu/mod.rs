@@ -12,18 +12,25 @@
 
 mod args;
 mod beside;
+mod block_graphs;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cuda_driver;
+#[cfg(feature = "cuda")]
+mod cuda_graph;
+mod deferred;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
 #[cfg(any(feature = "cuda", test))]
 mod gemm_plans;
+mod held;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod host_driver;
+#[cfg(feature = "kernel-emu")]
+mod host_graph;
 #[cfg(all(test, feature = "kernel-emu"))]
 mod null_driver;
 mod preload;
@@ -32,6 +39,7 @@ pub(crate) mod probe;
 mod queue_limit;
 #[cfg(feature = "kernel-emu")]
 mod recorder;
+mod request;
 mod transfer;
 #[cfg(feature = "kernel-emu")]
 mod work_counter;
@@ -42,13 +50,17 @@ use half::bf16;
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
 pub(crate) use self::beside::WorkBeside;
+pub use self::block_graphs::{BlockGraphs, BlockPass, GraphCounts};
 pub(crate) use self::constant::constant;
+pub(crate) use self::deferred::issue_before_candle;
+pub use self::deferred::{HELD_BYTES, is_deferring};
 pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
 #[cfg(feature = "kernel-emu")]
 pub use self::recorder::{PanelProduct, RecordedWork, record};
+use self::request::{DeviceGraph, Request};
 pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
@@ -144,11 +156,11 @@ impl Route {
     /// Returns the route of an op on the device of `tensor`; `is_supported` says whether a kernel
     /// supports its arguments.
     pub(crate) fn of(tensor: &Tensor, is_supported: bool) -> Self {
-        match driver_of(tensor).filter(|_| is_supported) {
-            Some(driver) => Route::Kernel(driver),
-            None if tensor.device().is_cpu() => Route::Cpu,
-            None => Route::Composed,
+        if let Some(driver) = driver_of(tensor).filter(|_| is_supported) {
+            return Route::Kernel(driver);
         }
+        issue_before_candle();
+        if tensor.device().is_cpu() { Route::Cpu } else { Route::Composed }
     }
 }
 
@@ -195,6 +207,14 @@ pub(crate) trait Driver: std::fmt::Debug {
         Ok(None)
     }
 
+    /// Makes a graph of requests, in this order; none if the device has no graphs. It runs nothing.
+    ///
+    /// # Errors
+    /// Fails if the driver refuses the graph, or the device has not enough memory.
+    fn graph(&'static self, _requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        Ok(None)
+    }
+
     /// Announces that the next launch is attention with this many floating-point operations.
     fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
 
@@ -219,8 +239,14 @@ pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
     driver_on(tensor.device())
 }
 
-/// Returns the driver whose kernels compute on `device`; none if the CPU forms compute there.
+/// Returns the driver whose kernels compute on `device`; none if the CPU forms compute there. If
+/// this thread defers its launches there, the driver records them.
 pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
+    deferred::recording_driver(device).or_else(|| real_driver_on(device))
+}
+
+/// Returns the driver of the device itself.
+fn real_driver_on(device: &Device) -> Option<&'static dyn Driver> {
     match device {
         Device::Cpu => host_driver(),
         #[cfg(feature = "cuda")]

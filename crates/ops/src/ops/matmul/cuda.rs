@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, issue_before_candle, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
@@ -30,7 +30,10 @@ pub(super) fn matmul(
             let (m, n, _) = gemm.size();
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
-        _ => reference(dst, a, b, form, alpha, addend),
+        _ => {
+            issue_before_candle();
+            reference(dst, a, b, form, alpha, addend)
+        }
     }
 }
 

@@ -1,0 +1,70 @@
+//! Memory as a device's pool may hand it out: a request gets the lowest free block of its size, so
+//! that passes with the same requests get the same addresses. Whether CUDA's pool does so is not
+//! known.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes of the smallest block that is pooled: smaller ones are not tensors of a model's width.
+const LEAST: usize = 4096;
+
+/// True if freed memory stays in the pool.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+
+/// Free blocks by size and alignment. Its own memory is in smaller pieces than the pool's.
+static FREE: Mutex<BTreeMap<[usize; 2], BTreeSet<usize>>> = Mutex::new(BTreeMap::new());
+
+/// Keeps memory that is freed from now on for requests of the same size, or ends that.
+pub fn switch(on: bool) {
+    IS_ON.store(on, Relaxed);
+}
+
+fn free_block(layout: Layout) -> Option<*mut u8> {
+    if !IS_ON.load(Relaxed) || layout.size() < LEAST {
+        return None;
+    }
+    let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+    let blocks = free.get_mut(&[layout.size(), layout.align()])?;
+    blocks.pop_first().map(std::ptr::with_exposed_provenance_mut)
+}
+
+/// Allocates from the pool or the system.
+///
+/// # Safety
+/// As [`GlobalAlloc::alloc`].
+pub unsafe fn alloc(layout: Layout) -> *mut u8 {
+    // SAFETY: by this function's contract.
+    free_block(layout).unwrap_or_else(|| unsafe { System.alloc(layout) })
+}
+
+/// Allocates zeros from the pool or the system.
+///
+/// # Safety
+/// As [`GlobalAlloc::alloc_zeroed`].
+pub unsafe fn alloc_zeroed(layout: Layout) -> *mut u8 {
+    match free_block(layout) {
+        Some(block) => {
+            // SAFETY: a free block of this size.
+            unsafe { block.write_bytes(0, layout.size()) };
+            block
+        }
+        // SAFETY: by this function's contract.
+        None => unsafe { System.alloc_zeroed(layout) },
+    }
+}
+
+/// Frees memory to the pool or the system.
+///
+/// # Safety
+/// As [`GlobalAlloc::dealloc`].
+pub unsafe fn dealloc(memory: *mut u8, layout: Layout) {
+    if !IS_ON.load(Relaxed) || layout.size() < LEAST {
+        // SAFETY: by this function's contract.
+        unsafe { System.dealloc(memory, layout) };
+        return;
+    }
+    let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+    free.entry([layout.size(), layout.align()]).or_default().insert(memory.expose_provenance());
+}
