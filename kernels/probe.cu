@@ -1,5 +1,5 @@
 // Every instruction that compat.cuh wraps, and the arithmetic that kernels rely on, once each, on
-// inputs that the host codes (src/ops/gpu/probe). The resulting registers of each lane go to `out`:
+// inputs that the host codes (crates/ops/src/ops/probe). The resulting registers of each lane go to `out`:
 // one section per instruction, with the registers of lane 0, then those of lane 1, and so on. Tests
 // compare the emulator's dump with one recorded on a GPU. All inputs come from memory, so that no
 // compiler computes a result itself.

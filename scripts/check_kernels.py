@@ -5,7 +5,7 @@
     scripts/check_kernels.py                # exit code 1 if a kernel breaks a limit
     scripts/check_kernels.py --table        # also prints the resources of each kernel
 
-The files are compiled with the options of crates/ops/build.rs, kernels/nvcc.options. ptxas then
+The files are compiled with the options of crates/backends/build.rs, kernels/nvcc.options. ptxas then
 reports registers, stack, spills and shared memory of each kernel for each architecture. The PTX
 shows the instructions that move memory and compute, and in loops with products on tensor cores the
 reads of shared memory for each. limits.toml holds the limits of each kernel;

@@ -45,7 +45,7 @@ REQUIRED = re.compile(
     r"|\bif\b|&&|\|\||[^?]\?[^?]|\b(?:smaller|larger)\("
 )
 
-# Options of crates/ops/build.rs for the emulator, except optimization, which changes no value.
+# Options of crates/backends/build.rs for the emulator, except optimization, which changes no value.
 COMPILE = (
     "g++ -std=c++17 -O0 -fPIC -w -DKERNEL_EMU -U_FORTIFY_SOURCE -fno-strict-aliasing -ffp-contract=off -c -xc++"
 ).split()
@@ -135,7 +135,7 @@ def build(features):
     binary = archive = None
     for line in told.stdout.splitlines():
         message = json.loads(line) if line.startswith("{") else {}
-        if message.get("reason") == "build-script-executed" and "finetune-ops" in message["package_id"]:
+        if message.get("reason") == "build-script-executed" and "finetune-backends" in message["package_id"]:
             archive = Path(message["out_dir"]) / "libfinetune_kernels.a"
         if message.get("executable") and message["target"]["name"] == "finetune_ops":
             binary = Path(message["executable"])

@@ -19,7 +19,8 @@ pub(super) fn check(recipe: &Recipe, config: &ModelConfig) -> Result<()> {
         Err(Error::user(what).because(cause).hint(hint))
     };
     if recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora) {
-        let cause = "a graph holds finetune's kernels and products alone, and no kernel divides DoRA's magnitudes";
+        let cause =
+            "a graph holds finetune's kernels and products alone, and no kernel divides DoRA's magnitudes";
         return refused(cause, "write `kind = \"lora\"` under `[adapter]`, or remove `cuda_graphs`");
     }
     if !(0..config.num_layers()).any(|layer| config.launches_alone(layer)) {

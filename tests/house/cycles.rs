@@ -18,7 +18,7 @@ struct File<'a> {
 
 type Files<'a> = BTreeMap<Vec<String>, File<'a>>;
 
-/// Returns the module path of a file: `ops/packed_gemm/mod.rs` is `ops::packed_gemm`.
+/// Returns the module path of a file: `ops/bench/mod.rs` is `ops::bench`.
 fn module_path(path: &str) -> Vec<String> {
     let path = path.strip_suffix(".rs").unwrap_or(path);
     let path = path.strip_suffix("/mod").unwrap_or(path);

@@ -45,7 +45,7 @@ static FLOORS: LazyLock<Vec<(String, u32)>> = LazyLock::new(|| {
 const CRATES: [&str; 6] = ["comm", "core", "engine", "model", "ops", "runtime"];
 
 /// Modules that are a crate each.
-const MODULE_CRATES: [&str; 6] = ["data", "export", "hub", "recipe", "report", "weights"];
+const MODULE_CRATES: [&str; 7] = ["backends", "data", "export", "hub", "recipe", "report", "weights"];
 
 /// The error type, which other modules of floor 0 may use.
 const ERROR: &str = "error";

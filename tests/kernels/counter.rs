@@ -259,14 +259,8 @@ struct Run {
 }
 
 /// A run of micro-batches of 4,096 tokens.
-const RUN: Run = Run {
-    mode: Mode::Lora,
-    recompute: false,
-    dropout: 0.0,
-    accumulation: 1,
-    seq_len: 2048,
-    graphs: false,
-};
+const RUN: Run =
+    Run { mode: Mode::Lora, recompute: false, dropout: 0.0, accumulation: 1, seq_len: 2048, graphs: false };
 
 /// A planned and loaded run.
 struct Loaded {
@@ -492,8 +486,7 @@ fn steps_ask_for_what_was_planned() {
 /// Each shape in each mode; DoRA and dropout on the shape whose peak their temporaries set.
 fn planned_runs() -> Vec<(&'static Shape, Run)> {
     let modes = [Mode::Qlora, Mode::Lora, Mode::Full];
-    let run =
-        |i: usize, mode| Run { mode, recompute: i.is_multiple_of(2), accumulation: 1 + i % 2, ..RUN };
+    let run = |i: usize, mode| Run { mode, recompute: i.is_multiple_of(2), accumulation: 1 + i % 2, ..RUN };
     let plain = PLANNED.iter().flat_map(|shape| modes.map(|mode| (shape, mode))).enumerate();
     let plain = plain.map(|(i, (shape, mode))| (shape, run(i, mode)));
     let special = [

@@ -57,11 +57,11 @@ const RUNS: [(&str, Run, u64); 4] = [
 /// Checks the calls of each block, and that the table of the page has them.
 pub(super) fn are_few_for_each_block() {
     address_pool::switch(true);
-    let mut table = "| run | launches and products of a block | its calls | calls of a step |\n|---|---|---|---|\n"
-        .to_owned();
+    let mut table =
+        "| run | launches and products of a block | its calls | calls of a step |\n|---|---|---|---|\n"
+            .to_owned();
     for (name, run, few) in RUNS {
-        let [before, after] =
-            [false, true].map(|graphs| split(Run { graphs, seq_len: TOKENS, ..run }));
+        let [before, after] = [false, true].map(|graphs| split(Run { graphs, seq_len: TOKENS, ..run }));
         let work = |split: &Split| (split.block.launches, split.block.gemms, split.block.gemm_flops);
         assert_eq!(work(&before), work(&after), "{name}");
         assert_eq!(before.block.calls, before.block.launches + before.block.gemms, "{name}");

@@ -1,56 +1,161 @@
 //! Passes over blocks that are launched as graphs give the bits of launches one by one.
 
-use finetune::error::Result;
-use finetune::ops::{BlockGraphs, GraphCounts, selftest};
-use finetune::recipe::enums::Recompute;
+use std::collections::BTreeSet;
+use std::path::Path;
 
-use super::{Blocks, OTHERS, WHOLE, address_pool, alone, batch, blocks};
+use finetune::error::Result;
+use finetune::model::ModelConfig;
+use finetune::ops::{BlockGraphs, GraphCounts, selftest};
+use finetune::quant::QuantFormat;
+use finetune::recipe::enums::{QuantKind, Recompute};
+use finetune::runtime::planned_failure::PlannedFailure;
+use serde_json::Value;
+
+use super::{Blocks, OTHERS, WHOLE, address_pool, alone, batch, blocks, logits, write_model};
 
 /// More families whose blocks launch alone.
-const MORE: [&str; 4] = [
+const MORE: [&str; 11] = [
+    r#""model_type": "arcee""#,
     r#""model_type": "cohere", "use_qk_norm": false"#,
-    r#""model_type": "glm""#,
-    r#""model_type": "olmo""#,
-    r#""model_type": "phi3", "sliding_window": 32"#,
+    r#""model_type": "cohere2""#,
+    r#""model_type": "ernie4_5""#,
+    r#""model_type": "exaone4""#,
+    r#""model_type": "glm4""#,
+    r#""model_type": "ministral""#,
+    r#""model_type": "nemotron""#,
+    r#""model_type": "seed_oss""#,
+    r#""model_type": "smollm3""#,
+    r#""model_type": "stablelm", "use_parallel_residual": true"#,
 ];
 
 impl Blocks {
-    /// Returns the bits of a pass, launched as graphs or one by one.
-    fn bits_of(&mut self, graphs: Option<&BlockGraphs>, tokens: usize) -> Result<Vec<u32>> {
+    /// Returns the bits of a pass, launched as graphs or one by one. The first sequence has `len`
+    /// tokens.
+    fn bits_of(&mut self, graphs: Option<&BlockGraphs>, len: usize) -> Result<Vec<u32>> {
         self.engine.store.zero_gradients()?;
         self.graphs = graphs.cloned();
-        let results = self.pass_over(&batch(tokens))?;
+        let results = self.pass_over(&batch(len))?;
         Ok(self.bits(&results))
+    }
+
+    /// Begins a step with other inputs, adapters and random streams, and runs it as graphs. Checks
+    /// the bits if it `is_checked`.
+    fn step(&mut self, name: &str, graphs: &BlockGraphs, len: usize, is_checked: bool) {
+        self.refill(name);
+        let found = self.bits_of(Some(graphs), len).unwrap();
+        if is_checked {
+            let wanted = self.bits_of(None, len).unwrap();
+            assert!(found == wanted, "{name}: {:?}", graphs.counts());
+        }
+    }
+
+    /// Runs steps with these lengths of the first sequence. Returns the calls of the graphs.
+    fn steps(&mut self, graphs: &BlockGraphs, lengths: &[usize]) -> GraphCounts {
+        for (number, len) in lengths.iter().enumerate() {
+            // The first pass is launched one by one.
+            self.step(&format!("step {number}"), graphs, *len, number > 0);
+        }
+        graphs.counts()
     }
 }
 
-/// Runs steps with other inputs, adapters and random streams, each as graphs and one by one.
-/// Returns the calls of the graphs.
-fn same_bits(blocks: &mut Blocks, what: &str) -> GraphCounts {
-    let graphs = BlockGraphs::default();
-    for step in 0..6 {
-        blocks.refill(&format!("step {step}"));
-        let wanted = blocks.bits_of(None, 50).unwrap();
-        let found = blocks.bits_of(Some(&graphs), 50).unwrap();
-        assert!(found == wanted, "{what}, step {step}: {:?}", graphs.counts());
-    }
-    graphs.counts()
+/// The tests of this file share the process's allocator and emulator.
+fn begin() -> std::sync::MutexGuard<'static, ()> {
+    let alone = alone();
+    selftest::emulate().unwrap();
+    address_pool::switch(true);
+    alone
 }
 
 #[test]
-fn graphs_give_the_bits_of_single_launches() {
-    let _alone = alone();
-    selftest::emulate().unwrap();
-    address_pool::switch(true);
-    for family in WHOLE.iter().chain(&MORE).chain(&OTHERS) {
-        for (dropout, recompute) in [(0.0, Recompute::None), (0.0, Recompute::Block), (0.1, Recompute::Block)] {
-            let what = format!("{family}, dropout {dropout}, recompute {recompute:?}");
-            let mut blocks = blocks(family, dropout, recompute);
-            let config = &blocks.engine.config;
-            let alone = config.launches_alone(1);
-            assert_eq!(alone, !OTHERS.contains(family), "{what}");
-            let counts = same_bits(&mut blocks, &what);
-            println!("{what}: {counts:?}");
+fn families_give_the_bits_of_single_launches() {
+    let _alone = begin();
+    for family in WHOLE.iter().chain(&MORE) {
+        let mut blocks = blocks(family, 0.0, Recompute::Block);
+        assert!(blocks.engine.config.launches_alone(1), "{family}");
+        println!("{family}");
+        let counts = blocks.steps(&BlockGraphs::default(), &[50; 3]);
+        assert!(counts.made > 0 && counts.launched > 0, "{family}: {counts:?}");
+    }
+    for family in OTHERS {
+        let mut blocks = blocks(family, 0.0, Recompute::None);
+        assert!(!blocks.engine.config.launches_alone(1), "{family}");
+        assert_eq!(blocks.steps(&BlockGraphs::default(), &[50]), GraphCounts::default(), "{family}");
+    }
+    address_pool::switch(false);
+}
+
+/// Every family of the golden models whose blocks launch alone is in the test above.
+#[test]
+fn all_families_whose_blocks_launch_alone_are_compared() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let type_of = |config: &str| -> Option<String> {
+        let config: Value = serde_json::from_str(config).unwrap();
+        config["model_type"].as_str().map(str::to_owned)
+    };
+    let compared: BTreeSet<_> =
+        WHOLE.iter().chain(&MORE).filter_map(|family| type_of(&format!("{{{family}}}"))).collect();
+    let folders = ["models", "families/models"].map(|folder| std::fs::read_dir(golden.join(folder)).unwrap());
+    let mut missing = BTreeSet::new();
+    for folder in folders.into_iter().flatten() {
+        let text = std::fs::read_to_string(folder.unwrap().path().join("config.json")).unwrap();
+        let config = ModelConfig::from_json(&text, "config.json").unwrap();
+        if (0..config.num_layers()).any(|layer| config.launches_alone(layer)) {
+            missing.extend(type_of(&text).filter(|of| !compared.contains(of)));
         }
     }
+    assert_eq!(missing, BTreeSet::new());
+}
+
+/// The numbers of dropout change in each step, and its copies divide a pass into parts.
+#[test]
+fn graphs_follow_dropout_and_other_lengths() {
+    let _alone = begin();
+    let mut dropping = blocks(WHOLE[0], 0.1, Recompute::Block);
+    let counts = dropping.steps(&BlockGraphs::default(), &[50; 4]);
+    assert!(counts.launched > 0 && counts.changed > 0, "{counts:?}");
+    let mut plain = blocks(WHOLE[0], 0.0, Recompute::None);
+    let counts = plain.steps(&BlockGraphs::default(), &[50, 50, 50, 20, 50, 20, 20, 70]);
+    assert!(counts.launched > 0 && counts.one_by_one > 0, "{counts:?}");
+    address_pool::switch(false);
+}
+
+/// Panels of quantized weights are made on the one queue that a graph has.
+#[test]
+fn graphs_dequantize() {
+    let _alone = begin();
+    for recompute in [Recompute::None, Recompute::Block] {
+        let folder = tempfile::tempdir().unwrap();
+        write_model(folder.path(), WHOLE[3]);
+        let mut base = logits::base(folder.path());
+        base.format = Some(QuantFormat::of_kind(QuantKind::Nf4, 64, true));
+        let counts = Blocks::new(base, 0.0, recompute).steps(&BlockGraphs::default(), &[50; 3]);
+        assert!(counts.launched > 0, "{recompute:?}: {counts:?}");
+    }
+    address_pool::switch(false);
+}
+
+/// A pass that fails returns the error, and the steps behind it give their bits.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plan failures")]
+fn a_failure_leaves_graphs_right() {
+    let _alone = begin();
+    let (mut blocks, graphs) = (blocks(WHOLE[3], 0.1, Recompute::Block), BlockGraphs::default());
+    blocks.steps(&graphs, &[50; 3]);
+    let fatal = [(PlannedFailure::Launch, 0), (PlannedFailure::Launch, 12), (PlannedFailure::Request, 9)];
+    for (kind, after) in fatal {
+        blocks.refill("fails");
+        kind.plan_after(after);
+        assert!(blocks.bits_of(Some(&graphs), 50).is_err(), "{kind:?} {after}");
+        assert!(!kind.cancel(), "{kind:?} {after}");
+        blocks.step("goes on", &graphs, 50, true);
+        blocks.step("goes on again", &graphs, 50, true);
+    }
+    // After these the driver, or a request for memory, succeeds at its second attempt.
+    for kind in [PlannedFailure::Module, PlannedFailure::Product, PlannedFailure::CandleRequest] {
+        kind.plan_after(3);
+        blocks.step(&format!("{kind:?}"), &graphs, 50, true);
+        assert!(!kind.cancel(), "{kind:?}");
+    }
+    address_pool::switch(false);
 }

@@ -5,12 +5,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-#[allow(dead_code, reason = "each test binary uses its part")]
-#[path = "../support/logits.rs"]
-mod logits;
 #[path = "../support/address_pool.rs"]
 mod address_pool;
 mod graphs;
+#[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/logits.rs"]
+mod logits;
 mod panels;
 
 use std::alloc::{GlobalAlloc, Layout};

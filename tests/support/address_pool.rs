@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of the smallest block that is pooled: smaller ones are not tensors of a model's width.
-const LEAST: usize = 4096;
+/// Bytes of the smallest block that is pooled: more than the nodes of `FREE` have, which would ask
+/// for themselves.
+const LEAST: usize = 1024;
 
 /// True if freed memory stays in the pool.
 static IS_ON: AtomicBool = AtomicBool::new(false);
@@ -17,7 +18,7 @@ static IS_ON: AtomicBool = AtomicBool::new(false);
 static FREE: Mutex<BTreeMap<[usize; 2], BTreeSet<usize>>> = Mutex::new(BTreeMap::new());
 
 /// Keeps memory that is freed from now on for requests of the same size, or ends that.
-pub fn switch(on: bool) {
+pub(crate) fn switch(on: bool) {
     IS_ON.store(on, Relaxed);
 }
 
@@ -34,7 +35,7 @@ fn free_block(layout: Layout) -> Option<*mut u8> {
 ///
 /// # Safety
 /// As [`GlobalAlloc::alloc`].
-pub unsafe fn alloc(layout: Layout) -> *mut u8 {
+pub(crate) unsafe fn alloc(layout: Layout) -> *mut u8 {
     // SAFETY: by this function's contract.
     free_block(layout).unwrap_or_else(|| unsafe { System.alloc(layout) })
 }
@@ -43,7 +44,7 @@ pub unsafe fn alloc(layout: Layout) -> *mut u8 {
 ///
 /// # Safety
 /// As [`GlobalAlloc::alloc_zeroed`].
-pub unsafe fn alloc_zeroed(layout: Layout) -> *mut u8 {
+pub(crate) unsafe fn alloc_zeroed(layout: Layout) -> *mut u8 {
     match free_block(layout) {
         Some(block) => {
             // SAFETY: a free block of this size.
@@ -59,7 +60,7 @@ pub unsafe fn alloc_zeroed(layout: Layout) -> *mut u8 {
 ///
 /// # Safety
 /// As [`GlobalAlloc::dealloc`].
-pub unsafe fn dealloc(memory: *mut u8, layout: Layout) {
+pub(crate) unsafe fn dealloc(memory: *mut u8, layout: Layout) {
     if !IS_ON.load(Relaxed) || layout.size() < LEAST {
         // SAFETY: by this function's contract.
         unsafe { System.dealloc(memory, layout) };

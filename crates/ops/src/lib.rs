@@ -3,8 +3,6 @@
 
 pub mod ops;
 
-// Only the drivers of GPUs have locks.
-#[cfg(any(feature = "cuda", feature = "kernel-emu"))]
-use finetune_core::locks;
+use finetune_backends as backends;
 use finetune_core::{error, median, recipe, units};
 use finetune_runtime::{instruction_set, quant, rounding, runtime};

@@ -214,7 +214,7 @@ fn lora_on_bases_that_stay_packed_follows_peft() {
 }
 
 /// Uses products large enough to be packed; those of the tiny models are not
-/// (crates/ops/src/ops/packed_gemm/tests.rs).
+/// (crates/backends/src/packed_gemm/tests.rs).
 #[test]
 fn packed_products_follow_the_reference() {
     follows("wide_lora");

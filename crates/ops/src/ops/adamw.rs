@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::gpu;
-use super::simd;
 use super::stochastic_rounding::{self, RUN, StochasticRounding};
+use crate::backends::gpu;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

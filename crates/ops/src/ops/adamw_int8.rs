@@ -10,8 +10,8 @@ use candle_core::Device;
 use rayon::prelude::*;
 
 use super::adamw::{AdamWPiece, Parameter, update_info};
-use super::gpu;
 use super::stochastic_rounding::RUN;
+use crate::backends::gpu;
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;

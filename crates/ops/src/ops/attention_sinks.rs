@@ -12,9 +12,9 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::attention::AttentionOutput;
-use super::gpu::Route;
 use super::rms_norm::cuda::is_supported;
-use super::simd;
+use crate::backends::gpu::Route;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;

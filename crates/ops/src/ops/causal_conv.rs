@@ -17,8 +17,8 @@ use candle_core::Tensor;
 
 use super::attention::Span;
 use super::glu::Activation;
-use super::gpu::Route;
 use super::matmul::{ColumnView, ColumnViewMut};
+use crate::backends::gpu::Route;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

@@ -22,9 +22,9 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
-use super::gpu::{self, Route};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
-use super::simd;
+use crate::backends::gpu::{self, Route};
+use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;

@@ -23,10 +23,10 @@ mod tests;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::gemm::{MatView, MatViewMut, Threads, matmul};
-use super::gpu::{Route, are_floats};
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::matmul_quantized::Weight;
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::backends::gpu::{Route, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -102,7 +102,7 @@ pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Re
 
 /// Returns the sum of squares.
 fn square(values: &[f32]) -> f64 {
-    values.chunks(SQUARES).map(|part| f64::from(super::simd::sum_of(part, |x| x * x))).sum()
+    values.chunks(SQUARES).map(|part| f64::from(crate::backends::simd::sum_of(part, |x| x * x))).sum()
 }
 
 /// Returns the sum of squares of `w + scale · b · A` for one row `w`, with every value in f64.

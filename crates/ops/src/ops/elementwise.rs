@@ -6,8 +6,8 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::gpu::{self, Route, are_floats};
-use super::simd;
+use crate::backends::gpu::{self, Route, are_floats};
+use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;

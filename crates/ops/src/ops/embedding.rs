@@ -7,7 +7,7 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::gpu::{self, Route, are_floats};
+use crate::backends::gpu::{self, Route, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;

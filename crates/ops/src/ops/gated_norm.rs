@@ -11,11 +11,11 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::glu::Activation;
-use super::gpu::Route;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::rms_norm::add_gain_reference;
 use super::rms_norm::cuda::is_supported;
-use super::simd;
+use crate::backends::gpu::Route;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

@@ -10,8 +10,8 @@ mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::gpu::{Route, are_floats};
-use super::simd;
+use crate::backends::gpu::{Route, are_floats};
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

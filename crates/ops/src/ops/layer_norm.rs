@@ -11,10 +11,10 @@ mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::gpu::Route;
 use super::matmul::{ColumnView, sum_rows};
 use super::rms_norm::{self, NormKind, RowMoments, add_gain_reference, with_residual};
-use super::simd;
+use crate::backends::gpu::Route;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

@@ -5,9 +5,9 @@
 //! subspace is computed, by randomized iteration (Halko, Martinsson and Tropp, arXiv 0909.4061,
 //! algorithms 4.4 and 5.1); its start is a function of the seed and the module's name.
 
-use super::gemm::{MatView, MatViewMut, Threads, matmul};
-use super::mat_view::GemmMatrix;
 use super::svd::{Svd, decompose, orthonormalize};
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::backends::mat_view::GemmMatrix;
 use crate::error::{Error, Result};
 use crate::quant::first_not_finite;
 use crate::runtime::rng::RngStream;

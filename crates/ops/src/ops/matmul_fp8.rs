@@ -22,9 +22,9 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::gpu::{Route, driver_on};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use super::matmul_quantized::{Weight, dequantize, look_up};
+use crate::backends::gpu::{Route, driver_on};
 use crate::error::{Error, Result};
 use crate::quant::{E4M3, MOST_E4M3, to_e4m3};
 use crate::rounding::Rounded;

@@ -12,9 +12,11 @@ mod panel_ahead;
 
 pub use panel_ahead::PanelAhead;
 
-use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus};
-use super::gpu::{self, Route};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul, matmul_plus_low_rank};
+use crate::backends::gemm::{
+    LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus,
+};
+use crate::backends::gpu::{self, Route};
 use crate::error::{Error, Result};
 use crate::quant::{
     NESTED_BLOCK, QuantFormat, QuantTensor, QuantView, RunDtype, RunMeaning, RunsView, dynamic_signed,

@@ -7,7 +7,7 @@
 //! An op is one function with up to three implementations: the **reference** (candle's primitives,
 //! any device and dtype, simple enough to serve as the definition), the **CPU** form (slices,
 //! rayon, loops that vectorize) and the launch code of its kernels for NVIDIA GPUs, in `cuda.rs`
-//! beside it (`gpu`). The file `cases.rs` beside each op lists its cases: inputs, and the
+//! beside it. The file `cases.rs` beside each op lists its cases: inputs, and the
 //! comparison of the op with its reference. `selftest` runs them all on the present device; `bench`
 //! measures every op at the shapes of a model. Reductions run in a fixed order: two runs of one
 //! plan are bit-identical. The ops do not use candle's autograd; it serves as the oracle of the
@@ -29,28 +29,26 @@ pub mod embedding;
 pub mod experts;
 pub mod gated_delta;
 pub mod gated_norm;
-mod gemm;
 pub mod glu;
-pub(crate) mod gpu;
 pub mod layer_norm;
 pub mod low_rank;
-mod mat_view;
 pub mod matmul;
 pub mod matmul_fp8;
 pub mod matmul_quantized;
-mod packed_gemm;
+#[cfg(all(test, feature = "kernel-emu"))]
+mod null_driver;
+pub(crate) mod probe;
 pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
-mod simd;
 mod span_tables;
 pub mod stochastic_rounding;
 mod svd;
 pub mod xielu;
 
-pub use gpu::{
+pub use crate::backends::gpu::{
     BlockGraphs, BlockPass, GEMM_WORKSPACE, GraphCounts, HELD_BYTES, has_kernels, is_deferring, preload,
 };
 #[cfg(feature = "kernel-emu")]
-pub use gpu::{GpuWork, PanelProduct, RecordedWork, count_process, record, requested_work};
+pub use crate::backends::gpu::{GpuWork, PanelProduct, RecordedWork, count_process, record, requested_work};
 pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

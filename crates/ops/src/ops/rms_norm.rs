@@ -11,8 +11,8 @@ pub(super) mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::gpu::Route;
-use super::simd;
+use crate::backends::gpu::Route;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

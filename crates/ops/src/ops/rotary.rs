@@ -13,8 +13,8 @@ use candle_core::{DType, Tensor};
 use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 use rayon::prelude::*;
 
-use super::gpu::Route;
 use super::rms_norm::{self, NormKind};
+use crate::backends::gpu::Route;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

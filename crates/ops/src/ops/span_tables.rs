@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 
 use super::attention::Span;
 use super::gated_delta::CHUNK;
-use super::gpu::upload;
+use crate::backends::gpu::upload;
 use crate::error::Result;
 
 /// The number of rows before a row outside all spans, and of the state before such rows.
@@ -53,7 +53,7 @@ impl SpanTables {
         let (spans, chunks) = pieces(spans, rows);
         let upload = |list: Vec<[u32; 4]>| upload(list.as_flattened(), (list.len(), 4), device);
         let places = places(&spans, rows);
-        let places = super::gpu::upload(places.as_flattened(), (rows, 2), device)?;
+        let places = crate::backends::gpu::upload(places.as_flattened(), (rows, 2), device)?;
         let tables = Rc::new(SpanTables { places, spans: upload(spans)?, chunks: upload(chunks)? });
         TABLES.set(Some((key, Rc::clone(&tables))));
         Ok(tables)

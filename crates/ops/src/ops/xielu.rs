@@ -17,8 +17,8 @@ mod reference;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::gpu::{Route, are_floats};
-use super::simd;
+use crate::backends::gpu::{Route, are_floats};
+use crate::backends::simd;
 use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{AdamWPiece, AdamWStep};
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, kernels, number, upload};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, kernels, number, upload};
 use crate::runtime::TensorMut;
 
 /// Values per block.

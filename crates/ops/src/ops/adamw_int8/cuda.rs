@@ -4,9 +4,9 @@
 use std::sync::LazyLock;
 
 use super::{AdamWPiece, Int8State, STATE_BLOCK};
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, constant, kernels};
 use crate::error::Result;
 use crate::ops::adamw::cuda::{MomentAddresses, PieceTable};
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, constant, kernels};
 use crate::quant::DynamicMap;
 
 /// Values per block of threads: 64 blocks of state.

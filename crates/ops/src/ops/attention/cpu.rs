@@ -14,14 +14,14 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
+use crate::backends::gemm::MatView;
+use crate::backends::mat_view::{OperandRole, is_f32};
+use crate::backends::packed_gemm::{MicroKernel, SQUARE, STEP, TileOperand};
+use crate::backends::simd::{self, LANES};
 use crate::error::Result;
 use crate::instruction_set::InstructionSet;
 use crate::instruction_set::vectorized;
-use crate::ops::gemm::MatView;
-use crate::ops::mat_view::{OperandRole, is_f32};
 use crate::ops::matmul::ColumnView;
-use crate::ops::packed_gemm::{MicroKernel, SQUARE, STEP, TileOperand};
-use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, with_elem};
 pub(super) use backward::backward;
 use seen::TilePair;

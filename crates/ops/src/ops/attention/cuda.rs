@@ -13,8 +13,8 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, kernels, number, upload};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number, upload};
 use crate::ops::matmul::{ColumnView, empty};
 use crate::ops::rotary::Heads;
 

@@ -21,8 +21,8 @@ use candle_core::{DType, Device};
 
 use self::inputs::BenchInputs;
 use self::timer::MeasuringTime;
-use super::gpu::choose_algorithm;
 use super::rotary::Heads;
+use crate::backends::gpu::choose_algorithm;
 use crate::error::{ErrorContext, Result};
 use crate::runtime::device::bytes_taken_by;
 
@@ -260,8 +260,8 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
-    use crate::locks::locked;
-    use crate::ops::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
+    use crate::backends::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
+    use finetune_core::locks::locked;
 
     /// A driver that computes nothing and records the places of algorithms.
     #[derive(Debug, Default)]

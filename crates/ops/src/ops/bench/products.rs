@@ -5,6 +5,7 @@ use candle_core::DType;
 
 use super::inputs::{BenchInputs, token_ids};
 use super::{BenchShapes, Repeat, TimedOp};
+use crate::backends::packed_gemm::{self, MicroKernel};
 use crate::error::Result;
 use crate::instruction_set::InstructionSet;
 use crate::ops::case::CaseRunner;
@@ -17,7 +18,6 @@ use crate::ops::matmul_quantized::cases::quantized;
 use crate::ops::matmul_quantized::{
     Quantized, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
 };
-use crate::ops::packed_gemm::{self, MicroKernel};
 use crate::quant::QuantFormat;
 use crate::runtime::TensorMut;
 

@@ -3,9 +3,9 @@
 use candle_core::{DType, Tensor};
 
 use super::{ConvWeight, KERNEL_TAPS};
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, empty};
 use crate::ops::rms_norm::cuda::{add_partials, is_supported as are_supported};
 use crate::ops::span_tables::SpanTables;

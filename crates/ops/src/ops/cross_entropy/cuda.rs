@@ -8,8 +8,8 @@ use super::{
     ColumnView, ColumnViewMut, GPU_CHUNK_ROWS, LossAndGrad, LossKind, LossSum, LossTargets, Output,
     OutputGrads, TokenScore, Transpose, columns_product, counted, write_logits,
 };
+use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
 use crate::ops::matmul::{Addend, empty};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::converted;

@@ -3,8 +3,8 @@
 
 use candle_core::Tensor;
 
+use crate::backends::gpu;
 use crate::error::Result;
-use crate::ops::gpu;
 
 /// Losses to sum, as numbers or as device tensors.
 #[derive(Debug, Default)]

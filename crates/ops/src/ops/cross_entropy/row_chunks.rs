@@ -27,11 +27,11 @@ use super::vocabulary_parts::{PART, ROWS_OF_TASK, RowState, add_part, cap_logits
 use super::{
     Delta, LAST_LOGITS, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, counted, gather, scatter,
 };
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
+use crate::backends::mat_view::GemmMatrix;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
-use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
-use crate::ops::mat_view::GemmMatrix;
-use crate::ops::simd;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 

@@ -18,11 +18,11 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::{LAST_LOGITS, LossAndGrad, LossTargets, TokenScore, counted, gather, scatter};
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
+use crate::backends::mat_view::GemmMatrix;
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
-use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
-use crate::ops::mat_view::GemmMatrix;
-use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_elem};
 
 /// Tokens of a part; fewer in tests, so that small vocabularies have several parts.

@@ -6,9 +6,9 @@ use super::{
     magnitude_backward, magnitude_backward_reference, scale_columns, scale_columns_reference, weight_norm,
     weight_norm_reference,
 };
+use crate::backends::gpu::has_kernels;
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
-use crate::ops::gpu::has_kernels;
 use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::matmul_quantized::cases::{FORMATS, quantized};

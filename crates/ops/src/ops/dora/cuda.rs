@@ -4,8 +4,8 @@
 use candle_core::{DType, Tensor};
 
 use super::{ColumnView, ColumnViewMut, Weight};
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::{cuda as matmul_cuda, empty};
 use crate::ops::matmul_quantized::cuda::dequantize;
 use crate::runtime::TensorMut;

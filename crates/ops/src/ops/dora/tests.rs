@@ -110,7 +110,7 @@ fn the_cpu_has_the_norms_of_f64() -> Result<()> {
 #[cfg(feature = "kernel-emu")]
 mod emulated {
     use super::*;
-    use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+    use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 
     const BF16: [DType; 2] = [DType::BF16; 2];
 

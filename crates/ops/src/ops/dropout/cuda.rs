@@ -4,8 +4,8 @@
 use candle_core::{DType, Tensor};
 
 use super::Dropout;
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 
 pub(super) fn dropout(driver: &dyn Driver, x: &Tensor, site: Dropout) -> Result<Tensor> {

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;

@@ -3,8 +3,8 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number, upload};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number, upload};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 

@@ -6,9 +6,9 @@ use rayon::prelude::*;
 
 use super::choice::softmax;
 use super::cuda;
+use crate::backends::gpu::{self, Route, are_floats};
+use crate::backends::simd;
 use crate::error::Result;
-use crate::ops::gpu::{self, Route, are_floats};
-use crate::ops::simd;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, update, with_elem};

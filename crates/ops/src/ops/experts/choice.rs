@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use super::cuda;
 use super::order::{ExpertChoice, ExpertGroups, Router, RouterScores};
+use crate::backends::gpu::{Route, are_floats};
 use crate::error::Result;
-use crate::ops::gpu::{Route, are_floats};
 use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, with_elem};
 use crate::runtime::trace::{SpanInfo, span};

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 
 use super::order::{ExpertChoice, ExpertRows, Router, RouterScores};
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
+use crate::backends::gpu;
 use crate::error::{Error, Result};
-use crate::ops::gpu;
 use crate::runtime::copy::to_device;
 
 /// The settings of a router.

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 
 use super::cuda;
 use super::order::ExpertRows;
+use crate::backends::gpu::{Route, are_floats};
+use crate::backends::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
-use crate::ops::gpu::{Route, are_floats};
-use crate::ops::simd;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};

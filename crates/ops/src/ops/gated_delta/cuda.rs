@@ -10,8 +10,8 @@ use super::{
     CHUNK, DELTA_WORKSPACE, DeltaHeads, DeltaInputs, DeltaOutput, GateGrads, KERNEL_LINES, MOST_WIDE_HEAD,
     Span, states_of,
 };
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, are_floats, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, are_floats, kernels, number};
 use crate::ops::matmul::{ColumnView, empty, sum_rows};
 use crate::ops::span_tables::SpanTables;
 use crate::runtime::TensorMut;

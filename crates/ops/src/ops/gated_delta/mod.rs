@@ -34,8 +34,8 @@ use candle_core::Tensor;
 
 pub use super::attention::Span;
 use super::causal_conv::is_one_sequence;
-use super::gpu::Route;
 use super::matmul::{ColumnView, ColumnViewMut};
+use crate::backends::gpu::Route;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};

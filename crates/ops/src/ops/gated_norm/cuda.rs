@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, empty};
 use crate::ops::rms_norm::cuda::add_partials;
 use crate::runtime::TensorMut;

@@ -3,8 +3,8 @@
 use candle_core::{DType, Tensor};
 
 use super::LayerNorm;
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::ops::rms_norm;
 use crate::ops::rms_norm::cuda::{THREADS, gain_gradient};

@@ -4,9 +4,10 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
+use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, issue_before_candle, kernels, number};
 use crate::runtime::TensorMut;
+use crate::runtime::deferred::issue_deferred;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
 const COLUMNS: usize = 128;
@@ -31,7 +32,7 @@ pub(super) fn matmul(
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
         _ => {
-            issue_before_candle();
+            issue_deferred()?;
             reference(dst, a, b, form, alpha, addend)
         }
     }

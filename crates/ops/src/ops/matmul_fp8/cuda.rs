@@ -4,8 +4,8 @@ use candle_core::{DType, Tensor};
 use half::bf16;
 
 use super::{FP8_MULTIPLE, Fp8Rows};
+use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, are_floats, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, are_floats, kernels, number};
 use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, empty};
 
 /// Threads per block.

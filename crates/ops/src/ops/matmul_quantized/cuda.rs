@@ -6,8 +6,8 @@ mod kept;
 use candle_core::{DType, Device, Tensor};
 
 use super::Quantized;
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels, number};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels, number};
 use crate::ops::matmul::{empty, empty_if_free};
 use crate::quant::{PanelKernel, QuantFormat, RunMeaning, dynamic_signed};
 use crate::runtime::TensorMut;

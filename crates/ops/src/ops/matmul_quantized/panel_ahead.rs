@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Tensor};
 
 use super::{Quantized, cuda};
+use crate::backends::gpu::{Driver, WorkBeside, driver_of};
 use crate::error::{DeviceFault, Error, Result};
-use crate::ops::gpu::{Driver, WorkBeside, driver_of};
 use crate::quant::RunMeaning;
 use crate::runtime::TensorMut;
 use crate::runtime::trace::{SpanInfo, span};

@@ -5,8 +5,8 @@ use candle_core::{DType, Tensor};
 use half::bf16;
 
 use super::{Heads, QkNorm, RotaryTable};
+use crate::backends::gpu::{Driver, In, InOut, KernelElement, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, KernelElement, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::runtime::TensorMut;

@@ -3,13 +3,13 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{CaseOutcome, run};
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::error::Result;
 use crate::ops::activation::{self, activate, activate_backward};
 use crate::ops::case::{CaseRunner, in_f64};
 use crate::ops::empty;
 use crate::ops::experts::{ExpertChoice, ExpertRows, Router, RouterScores, choose_experts};
 use crate::ops::glu::{Activation, glu, glu_backward};
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};

@@ -67,7 +67,7 @@ pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
 /// already computed something.
 pub fn emulate() -> Result<()> {
     #[cfg(feature = "kernel-emu")]
-    return super::gpu::host_driver::emulate_process();
+    return crate::backends::gpu::host_driver::emulate_process();
     #[cfg(not(feature = "kernel-emu"))]
     Err(Error::user("cannot run the self-test emulated")
         .because("this binary was built without the feature `kernel-emu`")

@@ -4,7 +4,7 @@
 use candle_core::{Device, DeviceLocation};
 
 use crate::error::{Error, Result};
-use crate::ops::gpu::probe::{HEAD, ProbeDump};
+use crate::ops::probe::{HEAD, ProbeDump};
 use crate::runtime::device;
 
 /// The registers left by a device's instructions, compared with the recorded ones.

@@ -12,6 +12,7 @@ use proptest::sample::select;
 use proptest::test_runner::RngSeed;
 
 use super::CaseOutcome;
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::adamw::AdamWStep;
 use crate::ops::attention_sinks::cases::SinksCase;
 use crate::ops::case::{OpCase, Tolerance};
@@ -22,7 +23,6 @@ use crate::ops::gated_delta::DeltaHeads;
 use crate::ops::gated_delta::cases::DeltaCase;
 use crate::ops::gated_norm::cases::GatedNormCase;
 use crate::ops::glu::Activation;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::layer_norm::cases::LayerNormCase;
 use crate::ops::matmul::Transpose;
 use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};

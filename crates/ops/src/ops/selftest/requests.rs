@@ -3,10 +3,10 @@
 
 use candle_core::Device;
 
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule};
 use crate::ops::activation::PlainActivation;
 use crate::ops::case::OpCase;
 use crate::ops::glu::Activation;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
 use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;

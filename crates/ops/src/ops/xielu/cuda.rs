@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Tensor};
 
+use crate::backends::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::ops::rms_norm::cuda::add_partials;
 use crate::runtime::TensorMut;

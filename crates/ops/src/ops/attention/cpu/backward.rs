@@ -8,13 +8,13 @@ use rayon::prelude::*;
 
 use super::super::{AttentionKind, AttentionOutput, Qkv, Span};
 use super::{HeadRows, TILE, TilePair, TilesBySpan, kernel, narrow, padded, rows_in};
+use crate::backends::gemm::MatView;
+use crate::backends::mat_view::OperandRole;
+use crate::backends::packed_gemm::{MicroKernel, OpenKernel, SQUARE, STEP, TileOperand};
+use crate::backends::simd::{self, LANES};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
-use crate::ops::gemm::MatView;
-use crate::ops::mat_view::OperandRole;
 use crate::ops::matmul::ColumnView;
-use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, STEP, TileOperand};
-use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 
 /// Maximum number of tasks per head: each holds query gradients until all are summed.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::{AttentionKind, Span, TILE};
-use crate::ops::packed_gemm::SQUARE;
+use crate::backends::packed_gemm::SQUARE;
 
 /// Strips per tile.
 const STRIPS: usize = TILE / SQUARE;

@@ -5,7 +5,7 @@ use proptest::sample::select;
 
 use super::super::{KERNEL_HEAD_DIMS as HEAD_DIMS, cpu, reference};
 use super::*;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::rotary::Heads;
 use crate::ops::selftest::random;
 use crate::runtime::rng::RngStream;

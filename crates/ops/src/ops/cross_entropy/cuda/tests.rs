@@ -5,9 +5,9 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{In, InOut, LaunchShape, Out, THREADS, kernels};
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::error::Result;
 use crate::ops::ColumnView;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::runtime::rng::RngStream;
 
 /// The form of the gradient that a kernel writes over the logits.

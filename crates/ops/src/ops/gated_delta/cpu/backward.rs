@@ -10,9 +10,9 @@
 
 use super::chunk::{KeyChunk, ValueChunk, narrow, product, scale, subtract_rows, view, write_scaled};
 use super::{DeltaRows, GateGrad, GradRow};
+use crate::backends::simd;
 use crate::instruction_set::vectorized;
 use crate::ops::gated_delta::CHUNK;
-use crate::ops::simd;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// The backward of a span in the value heads of a key head.

@@ -1,10 +1,10 @@
 //! One chunk of one head: its products, its triangular system and the step of its state.
 
 use super::{DeltaRows, GateColumns};
+use crate::backends::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::backends::simd;
 use crate::instruction_set::vectorized;
 use crate::ops::gated_delta::{CHUNK, NORM_EPS};
-use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul};
-use crate::ops::simd;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// The constants of a value head.

@@ -3,8 +3,8 @@
 use candle_core::Device;
 
 use super::*;
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule};
 use crate::ops::case::{CaseRunner, TensorPair};
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
 use crate::ops::matmul_fp8::{on_cpu, quantize_fp8};
 use crate::ops::matmul_quantized::Weight;
 

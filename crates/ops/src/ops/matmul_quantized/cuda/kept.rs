@@ -4,8 +4,8 @@
 use candle_core::{DType, Tensor};
 
 use super::{Source, shift, values_per_block};
+use crate::backends::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::ops::matmul_quantized::Quantized;
 use crate::quant::{BlockType, GridCodes, GridFormat, RunMeaning};
 

@@ -9,9 +9,9 @@ use half::bf16;
 use super::super::cases::{FORMATS, quantized};
 use super::super::{Quantized, QuantizedRun};
 use super::{Source, dequantize_from};
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::error::Result;
 use crate::ops::case::CaseRunner;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::quant::{QuantFormat, RunMeaning};
 use crate::recipe::enums::QuantKind;
 

@@ -4,9 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use candle_core::Device;
 
 use super::*;
+use crate::backends::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::backends::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::ops::case::CaseRunner;
-use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
-use crate::ops::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::ops::matmul_quantized::cases::{FORMATS, KEPT, quantized, whole};
 use crate::ops::matmul_quantized::dequantize;
 use crate::quant::QuantFormat;

@@ -7,9 +7,9 @@ use super::super::super::cases::{KEPT, grid, quantized};
 use super::super::super::{Quantized, QuantizedRun};
 use super::super::{Source, dequantize_whole};
 use super::{with_run_shifted, written};
+use crate::backends::gpu::emulator::Emulator;
 use crate::error::Result;
 use crate::ops::case::CaseRunner;
-use crate::ops::gpu::emulator::Emulator;
 use crate::quant::{
     BlockType, GgmlFormat, GridCodes, GridFormat, GridZeros, QuantFormat, RunDtype, RunMeaning, ScaleDtype,
 };
