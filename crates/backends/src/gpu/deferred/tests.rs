@@ -180,9 +180,9 @@ fn a_refused_change_launches_one_by_one() -> Result<()> {
 
 #[test]
 fn other_work_comes_behind_recorded_launches() -> Result<()> {
-    let (graphs, x, y) = (BlockGraphs::default(), TensorMut::new(tensor()), tensor());
+    let (x, y) = (TensorMut::new(tensor()), tensor());
     let before = |what: &str, work: &dyn Fn() -> Result<()>, is_first: bool| -> Result<()> {
-        forward(&graphs, || {
+        forward(&BlockGraphs::default(), || {
             launch("a", &x, 1)?;
             work()?;
             let launched = LOG.with_borrow(|log| log.contains(&"a 1 1".to_owned()));
