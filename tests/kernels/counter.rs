@@ -503,7 +503,9 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
         (0.0, Mode::LoraPacked, 3),
     ];
     let special = special.map(|(dropout, mode, i)| (&PLANNED[2], Run { dropout, ..run(i, mode) }));
-    plain.chain(special).collect()
+    let graphs = [(1, Mode::Lora, 3), (2, Mode::Lora, 2), (2, Mode::Qlora, 3), (1, Mode::Full, 3)];
+    let graphs = graphs.map(|(shape, mode, i)| (&PLANNED[shape], Run { graphs: true, ..run(i, mode) }));
+    plain.chain(special).chain(graphs).collect()
 }
 
 /// Runs two steps; describes the run if its plan is more than 5 % off the peak.

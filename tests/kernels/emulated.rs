@@ -96,7 +96,7 @@ fn a_base_in_fp8_follows() {
 /// Runs whose blocks are launched as graphs have the bits of launches one by one.
 #[test]
 fn graphs_of_blocks_have_the_bits_of_single_launches() {
-    for name in ["lora_qwen2", "qlora"] {
+    for name in ["lora_qwen2", "qlora", "full"] {
         follows_in_bf16(name, &[(FORWARD, None), (SHUFFLED, Some("train.cuda_graphs=true"))]);
     }
 }

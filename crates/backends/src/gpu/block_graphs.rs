@@ -93,15 +93,14 @@ fn changes(known: &[Request], wanted: &[Request]) -> Option<Vec<usize>> {
 }
 
 impl Known {
-    /// Changes the requests in these places. Returns false if the driver refuses a change; the
-    /// graph is then useless.
-    fn change(&mut self, places: &[usize], wanted: Vec<Request>) -> Result<bool> {
+    /// Changes the graph in these places to `wanted`. Returns false if the driver refuses a change;
+    /// the graph is then useless.
+    fn change(&mut self, places: &[usize], wanted: &[Request]) -> Result<bool> {
         for &at in places {
             if !self.graph.change(at, &wanted[at])? {
                 return Ok(false);
             }
         }
-        self.requests = wanted;
         Ok(true)
     }
 }
@@ -121,12 +120,12 @@ impl Part {
                 Some(places) => {
                     let name = if places.is_empty() { "replayed" } else { "changed" };
                     let _span = span(|| SpanInfo::op("launch graph").detail(name).dims(&[wanted.len()]));
-                    if known.change(&places, wanted.clone())? {
+                    if known.change(&places, &wanted)? {
                         known.graph.launch()?;
                         counts.launched += 1;
                         counts.requests += len;
                         counts.changed += places.len() as u64;
-                        self.known = Some(known);
+                        self.known = Some(Known { requests: wanted, ..known });
                         return Ok(());
                     }
                 }

@@ -15,7 +15,7 @@
 //! block. A second queue would overtake it, so a deferred block has none.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use candle_core::Device;
 
@@ -39,8 +39,8 @@ struct Recording {
     /// The pass, and the number of parts that were launched before.
     part: PartKey,
     requests: Vec<Request>,
-    /// Bytes that the requests write, each address once.
-    written: HashMap<u64, u64>,
+    /// The addresses that the requests write to, and their bytes in all.
+    written: (HashSet<u64>, u64),
     /// An error of a launch that had no caller to return it to.
     failed: Option<Error>,
 }
@@ -82,7 +82,7 @@ fn issue() -> Result<()> {
         let recording = recording.as_mut().filter(|recording| !recording.requests.is_empty())?;
         let part = recording.part;
         recording.part.part += 1;
-        recording.written.clear();
+        recording.written = Default::default();
         let requests = std::mem::take(&mut recording.requests);
         Some((recording.driver, recording.graphs.clone(), part, requests))
     });
@@ -105,14 +105,16 @@ impl Recording {
         if request.memory().iter().any(|arg| !is_held(arg.value)) {
             return Some(request);
         }
-        let written = request.written();
-        self.written.extend(written.into_iter().map(|arg| (arg.value, arg.rows * arg.row_bytes)));
+        let (addresses, bytes) = &mut self.written;
+        for arg in request.written() {
+            *bytes += if addresses.insert(arg.value) { arg.rows * arg.row_bytes } else { 0 };
+        }
         self.requests.push(request);
         None
     }
 
     fn is_full(&self) -> bool {
-        self.written.values().sum::<u64>() > HELD_BYTES as u64
+        self.written.1 > HELD_BYTES as u64
     }
 }
 
@@ -210,7 +212,7 @@ impl BlockGraphs {
             graphs: self.clone(),
             part: PartKey { layer, pass, part: 0 },
             requests: Vec::new(),
-            written: HashMap::new(),
+            written: Default::default(),
             failed: None,
         }));
         replace_held(Some(Held::default()));
