@@ -41,14 +41,6 @@ mod comparison;
 mod doctor;
 mod generation;
 mod launcher;
-#[cfg(not(feature = "testing"))]
-mod loading;
-#[cfg(feature = "testing")]
-pub mod loading;
-#[cfg(not(feature = "testing"))]
-mod planning;
-#[cfg(feature = "testing")]
-pub mod planning;
 mod session;
 #[cfg(not(feature = "testing"))]
 mod training;
@@ -66,6 +58,7 @@ mod floors {
     pub use finetune_hub as hub;
     pub use finetune_model::{adapter, model, optim};
     pub use finetune_ops::ops;
+    pub use finetune_planning::{loading, planning};
     pub use finetune_recipe as recipe;
     pub use finetune_report as report;
     pub use finetune_runtime::{instruction_set, quant, runtime};
@@ -75,7 +68,7 @@ mod floors {
 #[doc(hidden)]
 pub use binary::run_binary;
 pub use finetune_core::error;
-use finetune_core::{clock, gguf_names, locks, private_file, program};
+use finetune_core::{clock, locks, private_file, program};
 pub use finetune_data::{sandbox::run_in_this_program, sandboxed::serve_if_asked};
 pub use finetune_engine::engine::{Evaluation, StepResult};
 pub use finetune_engine::objectives::MetricSum;

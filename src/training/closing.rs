@@ -8,7 +8,7 @@ use super::train::TrainRun;
 use crate::data::{Example, Tokenizer};
 use crate::engine::RunSummary;
 use crate::error::{Error, ErrorCategory};
-use crate::planning::Plan;
+use crate::planning::{Plan, UnusualRate};
 use crate::recipe::quoted_for_shell;
 use crate::report::memory::MemoryComparison;
 use crate::units;
@@ -110,7 +110,7 @@ fn verdict(plan: &Plan, summary: &RunSummary) -> String {
 
 /// Returns the clear cause, if any, of a loss that grew to `after`.
 fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
-    if let Some((rate, times, usual)) = plan.unusual_rate() {
+    if let Some(UnusualRate { rate, times, usual }) = plan.unusual_rate() {
         return Some(format!(
             "the learning rate of {rate} is {times:.0} times the usual {usual:e}: try `--lr {usual:e}`"
         ));

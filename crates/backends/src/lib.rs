@@ -1,4 +1,4 @@
-//! What computes for the operations of `finetune`: products on CPUs, loops that vectorize, and the
+//! The backends of the operations of `finetune`: products on CPUs, loops that vectorize, and the
 //! launch path of kernels on GPUs, with the emulator and the counter that replace a GPU.
 
 pub mod column_view;

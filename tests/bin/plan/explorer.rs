@@ -100,7 +100,7 @@ fn the_page_calculates_what_the_plan_says() {
 /// Each shape of the slider has the parameter count shown below it.
 #[test]
 fn the_shapes_of_the_page_have_their_size() {
-    let page = include_str!("../../../src/planning/sizing/explorer.html");
+    let page = include_str!("../../../crates/planning/src/planning/sizing/explorer.html");
     let start = page.find("const causes =").unwrap();
     let arithmetic = &page[start..page.find("// The memory of a rank").unwrap()];
     let count = "sizes.map(p => { const s = shape(p); return [p, s.layers * (2 * s.hidden * (s.hidden + s.kv) \

@@ -283,7 +283,7 @@ fn multiply(gemm: &Gemm) -> Result<()> {
     for (matrix, element) in inputs.into_iter().chain(results) {
         check_inside(matrix, element)?;
     }
-    let (m, n, k) = gemm.size();
+    let [m, n, k] = gemm.size();
     if let Some(scales) = &gemm.scales
         && [m, n].into_iter().zip(scales).any(|(count, arg)| arg.row_bytes < 4 * count as u64)
     {

@@ -16,9 +16,9 @@ use crate::runtime::TensorMut;
 /// The type of a matrix's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmElement {
-    /// bf16.
+    /// Numbers of 16 bits, bf16.
     Bf16,
-    /// f32.
+    /// Numbers of 32 bits, f32.
     F32,
     /// Codes of an 8-bit float, operands alone.
     E4m3,
@@ -203,14 +203,14 @@ impl Gemm {
         matrices(self) == matrices(other) && form(self) == form(other)
     }
 
-    /// Returns `(m, n, k)`: rows and columns of the result, and elements of each sum.
-    pub fn size(&self) -> (usize, usize, usize) {
+    /// Returns m, n and k: rows and columns of the result, and elements of each sum.
+    pub fn size(&self) -> [usize; 3] {
         let k = if self.transposed[0] { self.a.rows } else { self.a.cols };
-        (self.d.rows, self.d.cols, k)
+        [self.d.rows, self.d.cols, k]
     }
 
     fn check(&self) -> Result<()> {
-        let (m, n, k) = self.size();
+        let [m, n, k] = self.size();
         let shape = |matrix: &DeviceMatrix, transposed: bool| {
             if transposed { (matrix.cols, matrix.rows) } else { (matrix.rows, matrix.cols) }
         };

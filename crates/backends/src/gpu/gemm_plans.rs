@@ -44,7 +44,7 @@ pub(crate) trait GemmLibrary {
 /// The inputs of a library's choice of an algorithm.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct GemmPlanKey {
-    size: (usize, usize, usize),
+    size: [usize; 3],
     leading: [usize; 4],
     transposed: [bool; 2],
     elements: [GemmElement; 2],
@@ -157,7 +157,7 @@ mod tests {
     use crate::column_view::{Addend, ColumnView, ColumnViewMut, Transpose};
     use crate::runtime::TensorMut;
 
-    type Size = (usize, usize, usize);
+    type Size = [usize; 3];
 
     /// A library whose algorithm is named by the shape that it was chosen for and its place.
     #[derive(Default)]
@@ -281,7 +281,7 @@ mod tests {
         library.fails.set(true);
         let gemm = product(Transpose::Nn, 300);
         assert_eq!(plans.plan(&library, &gemm).err(), Some("out of memory"));
-        assert_eq!(plans.plan(&library, &gemm).map(|plan| plan.algorithm.0.1), Ok(384));
+        assert_eq!(plans.plan(&library, &gemm).map(|plan| plan.algorithm.0[1]), Ok(384));
     }
 
     #[test]
@@ -291,7 +291,7 @@ mod tests {
         for n in [100, 200, 100, 300] {
             plan(n).expect("a plan");
         }
-        let choices = || library.choices.borrow().iter().map(|size| size.1).collect::<Vec<_>>();
+        let choices = || library.choices.borrow().iter().map(|size| size[1]).collect::<Vec<_>>();
         assert_eq!(choices(), [128, 256, 384]);
         // Two descriptions are left; 200 gave way, and its choice is still known.
         assert_eq!(Rc::strong_count(&library.described), 3);

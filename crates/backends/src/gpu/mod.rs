@@ -1,9 +1,9 @@
 //! Dispatch from an op to its kernels, the same on every device that runs them.
 //!
-//! An op's launch code (`crates/ops/src/ops/<op>/cuda.rs`) calls a [`Driver`]: that of NVIDIA GPUs, or the
-//! emulator of feature `kernel-emu`, which runs the kernels compiled for the host and checks every
-//! access (`kernels/emu`). With the emulator, "device memory" is the memory of CPU tensors, so an
-//! engine on the CPU exercises the launch code on any machine.
+//! An op's launch code (`crates/ops/src/ops/<op>/cuda.rs`) calls a [`Driver`]: that of NVIDIA GPUs,
+//! or the emulator of feature `kernel-emu`, which runs the kernels compiled for the host and checks
+//! every access (`kernels/emu`). With the emulator, "device memory" is the memory of CPU tensors,
+//! so an engine on the CPU exercises the launch code on any machine.
 
 #![cfg_attr(
     not(any(feature = "cuda", feature = "kernel-emu")),

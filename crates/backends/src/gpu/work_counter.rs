@@ -244,7 +244,7 @@ impl Driver for LaunchCounter {
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        let (m, n, k) = gemm.size();
+        let [m, n, k] = gemm.size();
         let bytes = |matrix: &DeviceMatrix, element: GemmElement| {
             (matrix.rows * matrix.cols * element.bytes()) as u64
         };

@@ -27,8 +27,8 @@ pub(super) fn matmul(
     addend: Addend<'_>,
 ) -> Result<()> {
     match Gemm::new(&dst, &a, &b, form, alpha as f32, addend)? {
-        Some(gemm) if gemm.size().2 > 0 => {
-            let (m, n, _) = gemm.size();
+        Some(gemm) if gemm.size()[2] > 0 => {
+            let [m, n, _] = gemm.size();
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
         _ => {
