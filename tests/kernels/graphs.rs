@@ -63,8 +63,8 @@ impl Blocks {
     /// Runs steps with these lengths of the first sequence. Returns the calls of the graphs.
     fn steps(&mut self, graphs: &BlockGraphs, lengths: &[usize]) -> GraphCounts {
         for (number, len) in lengths.iter().enumerate() {
-            // The first pass is launched one by one.
-            self.step(&format!("step {number}"), graphs, *len, number > 0);
+            // Two passes are launched one by one. From the third on, a pass without graphs follows.
+            self.step(&format!("step {number}"), graphs, *len, number > 1);
         }
         graphs.counts()
     }
@@ -74,7 +74,7 @@ impl Blocks {
 fn begin() -> std::sync::MutexGuard<'static, ()> {
     let alone = alone();
     selftest::emulate().unwrap();
-    address_pool::switch(true);
+    address_pool::begin(0);
     alone
 }
 
@@ -84,7 +84,7 @@ fn families_give_the_bits_of_single_launches() {
     for family in WHOLE.iter().chain(&MORE) {
         let mut blocks = blocks(family, 0.0, Recompute::Block);
         assert!(blocks.engine.config.launches_alone(1), "{family}");
-        let counts = blocks.steps(&BlockGraphs::default(), &[50; 3]);
+        let counts = blocks.steps(&BlockGraphs::default(), &[50; 4]);
         assert!(counts.made > 0 && counts.launched > 0, "{family}: {counts:?}");
     }
     for family in OTHERS {
@@ -92,7 +92,7 @@ fn families_give_the_bits_of_single_launches() {
         assert!(!blocks.engine.config.launches_alone(1), "{family}");
         assert_eq!(blocks.steps(&BlockGraphs::default(), &[50]), GraphCounts::default(), "{family}");
     }
-    address_pool::switch(false);
+    address_pool::end();
 }
 
 /// Every family of the golden models whose blocks launch alone is in the test above.
@@ -122,12 +122,12 @@ fn all_families_whose_blocks_launch_alone_are_compared() {
 fn graphs_follow_dropout_and_other_lengths() {
     let _alone = begin();
     let mut dropping = blocks(WHOLE[0], 0.1, Recompute::Block);
-    let counts = dropping.steps(&BlockGraphs::default(), &[50; 4]);
+    let counts = dropping.steps(&BlockGraphs::default(), &[50; 5]);
     assert!(counts.launched > 0 && counts.changed > 0, "{counts:?}");
     let mut plain = blocks(WHOLE[0], 0.0, Recompute::None);
     let counts = plain.steps(&BlockGraphs::default(), &[50, 50, 50, 20, 50, 20, 20, 70]);
     assert!(counts.launched > 0 && counts.one_by_one > 0, "{counts:?}");
-    address_pool::switch(false);
+    address_pool::end();
 }
 
 /// Panels of quantized weights are made on the one queue that a graph has.
@@ -139,10 +139,10 @@ fn graphs_dequantize() {
         write_model(folder.path(), WHOLE[3]);
         let mut base = logits::base(folder.path());
         base.format = Some(QuantFormat::of_kind(QuantKind::Nf4, 64, true));
-        let counts = Blocks::new(base, 0.0, recompute).steps(&BlockGraphs::default(), &[50; 3]);
+        let counts = Blocks::new(base, 0.0, recompute).steps(&BlockGraphs::default(), &[50; 4]);
         assert!(counts.launched > 0, "{recompute:?}: {counts:?}");
     }
-    address_pool::switch(false);
+    address_pool::end();
 }
 
 /// A pass that fails returns the error, and the steps behind it give their bits.
@@ -167,5 +167,5 @@ fn a_failure_leaves_graphs_right() {
         blocks.step(&format!("{kind:?}"), &graphs, 50, true);
         assert!(!kind.cancel(), "{kind:?}");
     }
-    address_pool::switch(false);
+    address_pool::end();
 }

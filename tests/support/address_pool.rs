@@ -4,26 +4,31 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of the smallest block that is pooled: more than the nodes of `FREE` have, which would ask
-/// for themselves.
+/// Bytes of the smallest block that is pooled: more than a node of `FREE` has, which would ask for
+/// itself.
 const LEAST: usize = 1024;
 
-/// True if freed memory stays in the pool.
-static IS_ON: AtomicBool = AtomicBool::new(false);
+/// Bytes of the smallest block that is pooled now.
+static POOLED: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 /// Free blocks by size and alignment. Its own memory is in smaller pieces than the pool's.
 static FREE: Mutex<BTreeMap<[usize; 2], BTreeSet<usize>>> = Mutex::new(BTreeMap::new());
 
-/// Keeps memory that is freed from now on for requests of the same size, or ends that.
-pub(crate) fn switch(on: bool) {
-    IS_ON.store(on, Relaxed);
+/// Keeps blocks of at least `least` bytes that are freed from now on for requests of the same size.
+pub(crate) fn begin(least: usize) {
+    POOLED.store(least.max(LEAST), Relaxed);
+}
+
+/// Gives freed memory back to the system from now on.
+pub(crate) fn end() {
+    POOLED.store(usize::MAX, Relaxed);
 }
 
 fn free_block(layout: Layout) -> Option<*mut u8> {
-    if !IS_ON.load(Relaxed) || layout.size() < LEAST {
+    if layout.size() < POOLED.load(Relaxed) {
         return None;
     }
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -61,7 +66,7 @@ pub(crate) unsafe fn alloc_zeroed(layout: Layout) -> *mut u8 {
 /// # Safety
 /// As [`GlobalAlloc::dealloc`].
 pub(crate) unsafe fn dealloc(memory: *mut u8, layout: Layout) {
-    if !IS_ON.load(Relaxed) || layout.size() < LEAST {
+    if layout.size() < POOLED.load(Relaxed) {
         // SAFETY: by this function's contract.
         unsafe { System.dealloc(memory, layout) };
         return;

@@ -86,7 +86,7 @@ impl fmt::Debug for CudaDriver {
 
 /// Returns the driver of the stream of `device`, created at the first call; none for GPUs older
 /// than the code.
-pub fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
+pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     /// Keyed by the address of the stream, which is fixed for the life of the process.
     static DRIVERS: Mutex<Vec<(DriverHandle<sys::CUstream_st>, &'static CudaDriver)>> =
         Mutex::new(Vec::new());
