@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# LoRA and full training of a 135M Llama shape on the CPU, alternating with PyTorch + PEFT; about ten
-# minutes on two quiet cores.
+# LoRA and full training of a 135M Llama shape on the CPU, alternating with PyTorch + PEFT; about
+# ten minutes on two quiet cores.
 #
 #     cargo build --release
 #     PYTHON=venv/bin/python benchmarks/cpu.sh target/release/finetune
@@ -10,8 +10,9 @@
 #   PYTHON=python3   the interpreter, with torch, transformers and peft
 #   OUT=FILE         the file for the figures
 #   THREADS=2 ROUNDS=2 STEPS=8 SEQ=512 SHAPE=135m
-#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16
-#         full-bf16-nomaster"; qlora also needs bitsandbytes. nomaster: bf16 weights without f32 masters, like PEFT
+#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32
+#         full-bf16 full-bf16-nomaster"; qlora also needs bitsandbytes. nomaster: bf16 weights
+#         without f32 masters, like PEFT
 set -uo pipefail
 
 if [ $# -ne 1 ] || [ ! -x "$1" ]; then

@@ -3,10 +3,14 @@
 # Python 3.11, no Rust and no network. Run the parts in this order: an earlier one explains the
 # failures of a later one.
 #
-#     benchmarks/gpu.sh BINARY OUT check     doctor, every op against its reference, the same under compute-sanitizer
-#     benchmarks/gpu.sh BINARY OUT kernels   golden trajectories in f32 and bf16; every op at the shapes of an 8B model
-#     benchmarks/gpu.sh BINARY OUT train     QLoRA, LoRA and full training of 0.6B to 8B shapes, then beside PEFT
-#     benchmarks/gpu.sh BINARY OUT ranks     two ranks on the one GPU over NCCL beside one rank: values, no speed
+#     benchmarks/gpu.sh BINARY OUT check     doctor, every op against its reference, the same under
+#                                            compute-sanitizer
+#     benchmarks/gpu.sh BINARY OUT kernels   golden trajectories in f32 and bf16; every op at the
+#                                            shapes of an 8B model
+#     benchmarks/gpu.sh BINARY OUT train     QLoRA, LoRA and full training of 0.6B to 8B shapes,
+#                                            then beside PEFT
+#     benchmarks/gpu.sh BINARY OUT ranks     two ranks on the one GPU over NCCL beside one rank:
+#                                            values, no speed
 #     benchmarks/gpu.sh BINARY OUT train lora-8b lora-8b-peft      only these steps of the part
 #
 # OUT/PART.json gets the figures with the facts of the machine, OUT/PART.md their tables beside the
@@ -14,8 +18,10 @@
 # and OUT/trace are the probe's dump and the trace of two steps of QLoRA. A step that fails, exceeds
 # its time or has no time left is recorded, and the rest continues. The exit code is 1 if there was
 # such a step; a missed bar does not change it.
-#   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train (and bitsandbytes, if available)
-#   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) between calls; default: in TMPDIR
+#   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train
+#                       (and bitsandbytes, if available)
+#   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) between
+#                       calls; default: in TMPDIR
 #   SECS=530            time limit of the part
 #   FINETUNE_COMMIT=…   the commit of the binary, if git is missing
 #   GPU_SH_DRY=1        the same on the CPU with a tiny shape, to try the script
@@ -73,8 +79,8 @@ without() {
     echo "$2" >"$said/$1.rc"
 }
 
-# step NAME SECONDS COMMAND...: runs the command under the limit, or the rest of the part's time, and
-# keeps its output.
+# step NAME SECONDS COMMAND...: runs the command under the limit, or the rest of the part's time,
+# and keeps its output.
 step() {
     local name=$1 limit=$2 start=$SECONDS left code
     shift 2

@@ -2,8 +2,8 @@
 """Losses of full training in bf16 with and without f32 master weights, each with f32 and with 8-bit
 states, and all in f32.
 
-    python3 benchmarks/master_weights.py --binary target/release/finetune --model FOLDER --dataset TRAIN \
-        --eval-dataset HELD_OUT
+    python3 benchmarks/master_weights.py --binary target/release/finetune --model FOLDER \
+        --dataset TRAIN --eval-dataset HELD_OUT
 
 Each run trains the same rows for the same steps, from the same weights. Prints JSON: the mean loss
 of each 50 steps, the loss on the held-out rows after the last step, and the largest difference of

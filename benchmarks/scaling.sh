@@ -3,7 +3,8 @@
 #
 #     benchmarks/scaling.sh BINARY OUT.json        PYTHON=python3 with torch, transformers and peft
 #     SHAPE=135m SEQ=512 STEPS=6 RANKS=2 MODES="lora full" STRATEGIES="ddp fsdp"
-#     SETTINGS="--set train.recompute=block ..."   of finetune's rows instead of recompute=none; TORCH=no omits PyTorch
+#     SETTINGS="--set train.recompute=block ..."   of finetune's rows instead of recompute=none;
+#                                                  TORCH=no omits PyTorch
 #
 # Each line of OUT.json is one side of one row; peak_rss_bytes is the sum over all ranks.
 set -euo pipefail

@@ -29,7 +29,8 @@ def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab, tied=T
     }
 
 
-# A Qwen3 with 16 experts, of which a token uses 2: 123 million parameters, 49 million of them active.
+# A Qwen3 with 16 experts, of which a token uses 2: 123 million parameters, 49 million of them
+# active.
 _EXPERTS = _QWEN3 | {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -51,8 +52,8 @@ _DELTA = _QWEN3 | {
     "linear_value_head_dim": 64,
 }
 
-# The targets of LoRA, where they are not all linear layers: PEFT puts LoRA on experts by forming the
-# whole change of each weight.
+# The targets of LoRA, where they are not all linear layers: PEFT puts LoRA on experts by forming
+# the whole change of each weight.
 TARGETS = {"moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 SHAPES = {

@@ -1,7 +1,8 @@
 """One training configuration, with finetune and PEFT alternately on the same shape and tokens.
 Prints JSON.
 
-    python3 side_by_side.py --binary finetune --shape 135m --mode lora --dtype f32 --seq 512 --steps 8 --rounds 2
+    python3 side_by_side.py --binary finetune --shape 135m --mode lora --dtype f32 \
+        --seq 512 --steps 8 --rounds 2
 
 Standard library only; `--python` names the interpreter that has torch, transformers and peft. Both
 sides start from the same bf16 checkpoint of random weights and are measured in the same way
@@ -59,7 +60,7 @@ def ours(args, folder, output):
     if args.master != "f32":
         settings |= {"optimizer.master": args.master}
     if args.trace:
-        # The second and third step: within the warm-up, so that the trace costs the figures nothing.
+        # The second and third step, within the warm-up: the trace does not change the figures.
         settings |= {"profile.wait": 0, "profile.warmup": 1, "profile.active": 2}
     if args.mode == "qlora":
         settings |= {"quantization.kind": "nf4", "quantization.double_quant": "true"}
@@ -227,7 +228,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=("ours", "peft"), help="one side alone")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
-    parser.add_argument("--limit", type=float, help="seconds for all runs; what does not fit is said not to have run")
+    parser.add_argument("--limit", type=float, help="seconds for all runs; the output names those that did not fit")
     parser.add_argument("--end-after-steps", action="store_true", help="end our run with its last step, before it saves")
     parser.add_argument("--trace", type=Path, help="folder that receives the trace of our second and third step")
     parser.add_argument("--models", type=Path, help="folder that keeps the models, one a shape; default: made anew")

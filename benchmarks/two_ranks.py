@@ -1,7 +1,8 @@
 """Trains on two ranks that share one GPU and compares every step with one rank. Prints JSON.
 
     python3 two_ranks.py --binary finetune --gpu 0
-    python3 two_ranks.py --binary finetune               the same on the CPU with threads, to try the script
+    python3 two_ranks.py --binary finetune               the same on the CPU with threads, to try
+                                                         the script
 
 Standard library only. Two processes use NCCL over the loopback, each pretending to be its own host
 (NCCL_HOSTID). NVIDIA does not support such sharing and it is slow, so this checks values, not

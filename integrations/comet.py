@@ -1,7 +1,8 @@
 """Logs a run to Comet: `log.command = ["python3", "integrations/comet.py"]`.
 
-Needs `pip install comet_ml`. The variables of Comet apply, such as COMET_API_KEY and COMET_PROJECT_NAME.
-With COMET_OFFLINE_DIRECTORY, the experiment is a file in that folder, for `comet upload`.
+Needs `pip install comet_ml`. The variables of Comet apply, such as COMET_API_KEY and
+COMET_PROJECT_NAME. With COMET_OFFLINE_DIRECTORY, the experiment is a file in that folder, for
+`comet upload`.
 """
 
 import json

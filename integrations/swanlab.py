@@ -1,6 +1,7 @@
 """Logs a run to SwanLab: `log.command = ["python3", "integrations/swanlab.py"]`.
 
-Needs `pip install swanlab`. The variables of SwanLab apply, such as SWANLAB_API_KEY and SWANLAB_MODE.
+Needs `pip install swanlab`. The variables of SwanLab apply, such as SWANLAB_API_KEY and
+SWANLAB_MODE.
 """
 
 import json

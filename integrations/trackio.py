@@ -1,6 +1,7 @@
 """Logs a run to Trackio: `log.command = ["python3", "integrations/trackio.py"]`.
 
-Needs `pip install trackio`. The variables of trackio apply, such as TRACKIO_DIR and TRACKIO_SPACE_ID.
+Needs `pip install trackio`. The variables of trackio apply, such as TRACKIO_DIR and
+TRACKIO_SPACE_ID.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Logs a run to Weights & Biases: `log.command = ["python3", "integrations/wandb.py"]`.
 
-Needs `pip install wandb`. The variables of wandb apply, such as WANDB_PROJECT and WANDB_MODE=offline.
+Needs `pip install wandb`. The variables of wandb apply, such as WANDB_PROJECT and
+WANDB_MODE=offline.
 """
 
 import json

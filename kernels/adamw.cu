@@ -1,5 +1,6 @@
-// AdamW (arXiv 1711.05101) over all pieces of parameters in one launch, with moments in f32 (src/ops/adamw.rs) or in 8
-// bits (src/ops/adamw_int8.rs, arXiv 2110.02861): the operations in the same order, so the bits are the CPU's.
+// AdamW (arXiv 1711.05101) over all pieces of parameters in one launch, with moments in f32
+// (src/ops/adamw.rs) or in 8 bits (src/ops/adamw_int8.rs, arXiv 2110.02861): the operations in the
+// same order, so the bits are the CPU's.
 //
 // A piece is a row of WORDS numbers in device memory: the addresses of its values, gradients and
 // moments, its length, and the group of its rates. `first_block` assigns blocks to pieces: piece i
@@ -22,7 +23,8 @@ enum {
     PARAM, GRADIENT, MEAN, SQUARE, VALUE, LENGTH, GROUP, MEAN_SCALE, SQUARE_SCALE, HALF_GRADIENT, STREAM, FIRST, WORDS
 };
 
-// The columns of a group's rates: 1 - rate * decay, rate / (1 - beta1^t), sqrt(1 - beta2^t), beta1, beta2, eps.
+// The columns of a group's rates: 1 - rate * decay, rate / (1 - beta1^t), sqrt(1 - beta2^t), beta1,
+// beta2, eps.
 enum { DECAY, STEP, ROOT, BETA1, BETA2, EPS, RATES };
 
 struct Rates {

@@ -21,7 +21,7 @@ DEVICE inline int warp_id() { return int(threadIdx.x / 32u); }
 DEVICE inline int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE inline int larger(int a, int b) { return a > b ? a : b; }
 
-// ---- spans -------------------------------------------------------------------------------------------------------
+// ---- spans --------------------------------------------------------------------------------------
 
 // An entry of a tile list: a span and the tile's first row in it (of queries or of keys).
 struct Tile {
@@ -32,7 +32,7 @@ DEVICE inline Tile tile_of(In<uint32_t> tiles, uint32_t number) {
     return Tile{int(t.load(0)), int(t.load(1)), int(t.load(2)), int(t.load(3)), int(t.load(4))};
 }
 
-// ---- rows in shared memory -----------------------------------------------------------------------------------------
+// ---- rows in shared memory ----------------------------------------------------------------------
 
 // Contiguous rows of D bf16 values, as 16-byte chunks; eight adjacent chunks fill the banks. Chunks
 // are swizzled by row in groups of GROUP, the largest number that divides a row evenly, so that two
@@ -70,10 +70,11 @@ template <int D, int THREADS> struct CopyRows {
     }
 };
 
-// ---- products --------------------------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------
 
-// Left operands of scores: 16 MT rows of `rows` from row `first` on, in D / 16 steps along a row. The
-// operands of the first HELD steps stay in registers: that saves a load for each tile of scores.
+// Left operands of scores: 16 MT rows of `rows` from row `first` on, in D / 16 steps along a row.
+// The operands of the first HELD steps stay in registers: that saves a load for each tile of
+// scores.
 template <int D, int MT, int HELD> struct LeftRows {
     Shared<bf16> rows;
     int from;
@@ -143,7 +144,7 @@ DEVICE inline void add_product(float (&sums)[MT][W][4], const uint32_t (&left)[M
         }
 }
 
-// ---- scores --------------------------------------------------------------------------------------------------------
+// ---- scores -------------------------------------------------------------------------------------
 
 // Calls f(element, m, n, v) for the elements of a score tile.
 template <int MT, int N, class F> DEVICE inline void for_scores(float (&s)[MT][N][4], F f) {
@@ -178,7 +179,7 @@ template <int MT, class F> DEVICE inline void for_row_halves(F f) {
 // without a cap.
 DEVICE inline float bent(float x, float bend) { return fmaf(-2.0f, fast_reciprocal(1.0f + fast_exp2(x * bend)), 1.0f); }
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results ------------------------------------------------------------------------------------
 
 // Writes 16 MT rows of W chunks, sums[m] times factor(m, half of the 16 rows), rounded; rows from
 // `there` on are not written. The warp's own `staging` rows combine four bytes per lane into

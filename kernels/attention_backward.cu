@@ -1,6 +1,6 @@
-// Attention, backward: the gradients of q, k and v from that of the output. FlashAttention-2, arXiv 2307.08691,
-// algorithm 2, in two kernels, so that each gradient is summed by one block in a fixed order: with P from the scores and
-// the saved log-sum-exp, dP = dO V^T and delta = rowsum(dO * O),
+// Attention, backward: the gradients of q, k and v from that of the output. FlashAttention-2, arXiv
+// 2307.08691, algorithm 2, in two kernels, so that each gradient is summed by one block in a fixed
+// order: with P from the scores and the saved log-sum-exp, dP = dO V^T and delta = rowsum(dO * O),
 //
 //   dS = P (dP - delta), times 1 - tanh^2 under a soft-cap
 //   dV = P^T dO       dK = scale dS^T Q       dQ = scale dS K
@@ -69,7 +69,8 @@ struct Queries {
     int head, first;
 };
 
-// Starts to copy queries, dout, log-sum-exp and delta of a tile to a stage; queries from `end` on become zeros.
+// Starts to copy queries, dout, log-sum-exp and delta of a tile to a stage; queries from `end` on
+// become zeros.
 template <class S>
 DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, int end, Shared<bf16> stage,
                                 Shared<float> sums) {
@@ -249,8 +250,8 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
 
 } // namespace attention
 
-// delta: [heads, rows] = the sums of out * dout, both [rows, heads width], over the columns of each head. A block of 256
-// threads takes 32 rows of a head, heads fastest. width is a multiple of 8.
+// delta: [heads, rows] = the sums of out * dout, both [rows, heads width], over the columns of each
+// head. A block of 256 threads takes 32 rows of a head, heads fastest. width is a multiple of 8.
 KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t heads, uint32_t rows, uint32_t width) {
     uint32_t head = blockIdx.x % heads, row = blockIdx.x / heads * 32 + threadIdx.x / 8;
     int64_t at = (int64_t(row) * heads + head) * width;
@@ -276,10 +277,11 @@ KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t h
     {q,    k,        v,        dout,     lse,      delta,  tiles, heads, group, rows,                                  \
      q_stride, k_stride, v_stride, d_stride, factor, bend,  scale, window}
 
-// dk and dv: [rows, heads / group D], rows d_stride values apart. q, k, v, lse, factor, bend and window are those of the
-// forward, and scale is that of the scores; dout: [rows, heads D]; delta: [heads, rows]. tiles: [., 5] has q_start,
-// q_len, k_start, k_len of a span and the tile's first key in it; one block for each tile and key head, heads fastest.
-// Spans without queries get zeros. Heads of 64 values, tiles of 128 keys.
+// dk and dv: [rows, heads / group D], rows d_stride values apart. q, k, v, lse, factor, bend and
+// window are those of the forward, and scale is that of the scores; dout: [rows, heads D]; delta:
+// [heads, rows]. tiles: [., 5] has q_start, q_len, k_start, k_len of a span and the tile's first
+// key in it; one block for each tile and key head, heads fastest. Spans without queries get zeros.
+// Heads of 64 values, tiles of 128 keys.
 KERNEL BOUNDS(128, 2) attention_backward_keys_64(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<64, 2, 4, 32, 1, 0, 0>>(ARGUMENTS, dk, dv);
 }
@@ -295,8 +297,8 @@ KERNEL BOUNDS(256, 1) attention_backward_keys_96(KEYS_PARAMETERS) {
 KERNEL BOUNDS(256, 1) attention_backward_keys_128(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<128, 1, 8, 32, 1, 8, 0>>(ARGUMENTS, dk, dv);
 }
-// Like attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one
-// for either half of the columns.
+// Like attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each
+// tile and key head, one for either half of the columns.
 KERNEL BOUNDS(128, 2) attention_backward_keys_256(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<256, 1, 4, 16, 2, 8, 0>>(ARGUMENTS, dk, dv);
 }

@@ -1,5 +1,5 @@
-// A depthwise causal convolution of three or four taps over packed sequences, then perhaps SiLU, and its gradients.
-// src/ops/causal_conv holds the definition.
+// A depthwise causal convolution of three or four taps over packed sequences, then perhaps SiLU,
+// and its gradients. src/ops/causal_conv holds the definition.
 //
 // A thread processes one column and the rows of its block. `places`: [rows, 2] holds the number of
 // rows of the same sequence before and after each row; before is NO_SPAN outside all sequences.
@@ -132,8 +132,8 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<uint32_t> places
     In<float> x, In<float> weight, In<float> dy, In<uint32_t> places, Out<float> dx, Out<float> partial,               \
         uint32_t rows, uint32_t channels, uint32_t stride, uint32_t dx_stride, uint32_t taps, uint32_t silu
 
-// y: `[rows, channels]` from x with `stride` values a row; weight: `[channels, taps]`. With a state, `[taps - 1, channels]`, one
-// block along y processes all rows; the state may be null.
+// y: `[rows, channels]` from x with `stride` values a row; weight: `[channels, taps]`. With a
+// state, `[taps - 1, channels]`, one block along y processes all rows; the state may be null.
 KERNEL BOUNDS(256, 4) causal_conv_bf16(FORWARD_BF16) {
     of_taps(taps, [&](auto n) {
         forward<decltype(n)::COUNT>(x, weight, places, state, y, rows, channels, stride, rows_of_block, silu != 0);
@@ -151,7 +151,8 @@ KERNEL BOUNDS(256, 4) causal_conv_f32(FORWARD_F32) {
         forward<decltype(n)::COUNT>(x, weight, places, state, y, rows, channels, stride, rows_of_block, silu != 0);
     });
 }
-// dx, with `dx_stride` values a row, from dy: `[rows, channels]`; partial: `[blocks along y, channels, taps]` or null.
+// dx, with `dx_stride` values a row, from dy: `[rows, channels]`; partial:
+// `[blocks along y, channels, taps]` or null.
 KERNEL BOUNDS(256, 4) causal_conv_backward_bf16(BACKWARD_BF16) {
     of_taps(taps, [&](auto n) {
         backward<decltype(n)::COUNT>(x, weight, dy, places, dx, partial, rows, channels, stride, dx_stride, silu != 0);

@@ -6,7 +6,7 @@
 // and shared memory through Shared. The type of a parameter tells the host code how the kernel
 // accesses it.
 //
-//   In<T>      read only                    Out<T>    every element is written exactly once, and not read
+//   In<T>      read only                    Out<T>    every element is written once, and not read
 //   InOut<T>   read and written in place    Shared<T> memory of the thread block
 //
 // in_at and in_out_at convert addresses in a table in global memory to the same types.
@@ -36,7 +36,7 @@ struct alignas(8) Bytes8 {
 #include "device.cuh"
 #endif
 
-// ---- shared by both implementations -------------------------------------------------------------------------
+// ---- shared by both implementations -------------------------------------------------------------
 
 DEVICE inline float widen(float x) { return x; }
 DEVICE inline float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
@@ -182,7 +182,7 @@ DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
     }
 }
 
-// ---- random numbers ------------------------------------------------------------------------------------------
+// ---- random numbers -----------------------------------------------------------------------------
 
 // The hash of src/runtime/rng.rs, bit-identical.
 constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;

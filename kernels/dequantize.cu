@@ -1,6 +1,7 @@
-// Quantized matrices to bf16 or f32 panels for a product: NF4 and FP4 (two codes a byte, the first in the high
-// nibble), blockwise int8, the rows of LLM.int8(); quant/schemes has the formats. A value is the product of its code's
-// value and its block's scale in f32, rounded once, so the bits are those of the CPU's code there.
+// Quantized matrices to bf16 or f32 panels for a product: NF4 and FP4 (two codes a byte, the first
+// in the high nibble), blockwise int8, the rows of LLM.int8(); quant/schemes has the formats. A
+// value is the product of its code's value and its block's scale in f32, rounded once, so the bits
+// are those of the CPU's code there.
 //
 // 4-bit codes are looked up in a table spread over the lanes of a warp, one shuffle per value
 // (bitsandbytes, pull request 1747). All kernels process values `start..start + count` of the

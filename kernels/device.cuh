@@ -35,7 +35,7 @@ DEVICE inline float fast_reciprocal(float x) {
     return y;
 }
 
-// ---- global memory -------------------------------------------------------------------------------------------
+// ---- global memory ------------------------------------------------------------------------------
 // Indices count elements of T; an access of 16, 8 or 4 bytes starts at a multiple of as many bytes.
 
 // Inline instructions, which the compiler does not split into smaller stores.
@@ -112,7 +112,7 @@ template <class T> DEVICE inline InOut<T> in_out_at(uint64_t address, int64_t co
     return InOut<T>{static_cast<T *>(__cvta_global_to_generic(address))};
 }
 
-// ---- shared memory -------------------------------------------------------------------------------------------
+// ---- shared memory ------------------------------------------------------------------------------
 
 template <class T> struct Shared {
     T *at;
@@ -140,7 +140,7 @@ template <class T> struct Shared {
     extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];                                            \
     Shared<T> name{reinterpret_cast<T *>(dynamic_shared_memory)}
 
-// ---- thread synchronization ----------------------------------------------------------------------------------
+// ---- thread synchronization ---------------------------------------------------------------------
 
 DEVICE inline void sync_block() { __syncthreads(); }
 DEVICE inline void sync_warp() { __syncwarp(); }
@@ -149,7 +149,7 @@ DEVICE inline float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xff
 DEVICE inline uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE inline uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
-// ---- tensor cores and asynchronous copies -----------------------------------------------------------------------
+// ---- tensor cores and asynchronous copies -------------------------------------------------------
 
 // d += a · b for a of 16x16 and b of 16x8 bf16 values and d of 16x8 f32 sums, spread over the warp:
 // PTX mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32.

@@ -45,8 +45,8 @@ DEVICE inline void dropout(In<T> x, Out<T> y, int width, uint64_t stream, uint64
 
 } // namespace
 
-// x, y: `[N, width]`. `stream` is the state of the site's stream, `first_token` the index of the first row's token in
-// the step's global batch, p the probability of a zero. One block a row.
+// x, y: `[N, width]`. `stream` is the state of the site's stream, `first_token` the index of the
+// first row's token in the step's global batch, p the probability of a zero. One block a row.
 KERNEL BOUNDS(256, 5) dropout_bf16(In<bf16> x, Out<bf16> y, uint32_t width, uint64_t stream, uint64_t first_token,
     float p) {
     dropout(x, y, int(width), stream, first_token, p);

@@ -117,8 +117,8 @@ KERNEL BOUNDS(256, 6) embed_f32_f32(In<float> table, In<uint32_t> ids, Out<float
     embed(table, ids, y, int(width), factor);
 }
 
-// `grad[id] += factor * dy[n]` for the tokens n of each id; grad: `[V, width]`, dy: `[N, width]`. Blocks: one for each
-// listed id along x, for each 1024 columns along y.
+// `grad[id] += factor * dy[n]` for the tokens n of each id; grad: `[V, width]`, dy: `[N, width]`.
+// Blocks: one for each listed id along x, for each 1024 columns along y.
 KERNEL BOUNDS(256, 4) embed_backward_bf16(InOut<float> grad, In<uint32_t> ids, In<uint32_t> starts, In<uint32_t> places,
     In<bf16> dy, uint32_t width, float factor, uint32_t skip) {
     embed_backward(grad, ids, starts, places, dy, int(width), factor, skip);
@@ -135,8 +135,8 @@ KERNEL BOUNDS(256, 6) columns_of_f32(In<float> a, In<uint32_t> ids, Out<float> y
     columns_of(a, ids, y, tokens, r, vocab);
 }
 
-// `grad[j, id] += du[n, j]` for the tokens n of each of `count` listed ids; grad: `[r, vocab]`, du: `[N, r]`. A thread
-// for each id and j, 256 a block.
+// `grad[j, id] += du[n, j]` for the tokens n of each of `count` listed ids; grad: `[r, vocab]`, du:
+// `[N, r]`. A thread for each id and j, 256 a block.
 KERNEL BOUNDS(256, 6) columns_of_backward_f32(InOut<float> grad, In<uint32_t> ids, In<uint32_t> starts,
     In<uint32_t> places, In<float> du, int64_t count, uint32_t r, int64_t vocab, uint32_t skip) {
     columns_of_backward(grad, ids, starts, places, du, count, r, vocab, skip);

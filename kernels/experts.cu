@@ -70,7 +70,8 @@ constexpr uint32_t RENORMALIZE = 1, SIGMOID = 2;
 
 DEVICE inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Keeps only the experts of the `chosen` best of `groups` groups, by the sum of their two best values.
+// Keeps only the experts of the `chosen` best of `groups` groups, by the sum of their two best
+// values.
 DEVICE inline void keep_groups(Logits &x, uint32_t experts, uint32_t groups, uint32_t chosen) {
     uint32_t lane = threadIdx.x % 32, size = experts / groups, all = x.left;
     // Lane g has the value of group g.
@@ -317,8 +318,8 @@ DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, 
     In<float> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<float> d, uint32_t tokens,         \
         uint32_t experts, uint32_t chosen, uint32_t flags, float factor
 
-// ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`, and perhaps a bias: `[experts]` on the scores for
-// the choice. A warp a token, 8 a block.
+// ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`, and perhaps a bias:
+// `[experts]` on the scores for the choice. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_bf16(CHOOSE_BF16) {
     choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor, sum_offset);
 }
@@ -326,7 +327,8 @@ KERNEL BOUNDS(256, 2) choose_experts_bf16(CHOOSE_BF16) {
 KERNEL BOUNDS(256, 2) choose_experts_f32(CHOOSE_F32) {
     choose(logits, bias, ids, weights, tokens, experts, chosen, flags, groups, of_token, factor, sum_offset);
 }
-// d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a token, 8 a block.
+// d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a
+// token, 8 a block.
 KERNEL BOUNDS(256, 2) choose_experts_backward_bf16(CHOICE_BF16) {
     choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, flags, factor);
 }
@@ -335,8 +337,8 @@ KERNEL BOUNDS(256, 2) choose_experts_backward_f32(CHOICE_F32) {
     choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, flags, factor);
 }
 
-// values: `[tokens]`, the sums of softmax(logits) * pull; their gradients are added to d: `[tokens, experts]`. A warp a
-// token, 8 a block.
+// values: `[tokens]`, the sums of softmax(logits) * pull; their gradients are added to d:
+// `[tokens, experts]`. A warp a token, 8 a block.
 KERNEL BOUNDS(256, 3) balance_experts_bf16(In<bf16> logits, In<float> pull, InOut<bf16> d, Out<float> values,
     uint32_t tokens, uint32_t experts) {
     balance(logits, pull, d, values, tokens, experts);
@@ -355,8 +357,8 @@ KERNEL BOUNDS(256, 6) scale_rows_bf16(In<bf16> x, In<float> weights, In<uint32_t
 KERNEL BOUNDS(256, 6) scale_rows_f32(In<float> x, In<float> weights, In<uint32_t> copies, Out<float> y, uint32_t width) {
     scale(x, weights, copies, y, int(width));
 }
-// `dweights[copies[r]] = x[r] dy[r]`; then x and dy, `[R, width]`, are multiplied by the weights of their rows. One
-// block a row.
+// `dweights[copies[r]] = x[r] dy[r]`; then x and dy, `[R, width]`, are multiplied by the weights of
+// their rows. One block a row.
 KERNEL BOUNDS(256, 6) scale_rows_backward_bf16(InOut<bf16> x, InOut<bf16> dy, In<float> weights, In<uint32_t> copies,
     Out<float> dweights, uint32_t width) {
     scale_backward(x, dy, weights, copies, dweights, int(width));
@@ -366,7 +368,8 @@ KERNEL BOUNDS(256, 6) scale_rows_backward_f32(InOut<float> x, InOut<float> dy, I
     Out<float> dweights, uint32_t width) {
     scale_backward(x, dy, weights, copies, dweights, int(width));
 }
-// `y[n] = added[n]` (or 0) plus the sum of `x[places[n, j]]` over the `chosen` j; y: `[N, width]`. One block a token.
+// `y[n] = added[n]` (or 0) plus the sum of `x[places[n, j]]` over the `chosen` j; y: `[N, width]`.
+// One block a token.
 KERNEL BOUNDS(256, 6) combine_rows_bf16(In<bf16> x, In<uint32_t> places, In<bf16> added, Out<bf16> y, uint32_t width,
     uint32_t chosen) {
     combine(x, places, added, y, int(width), chosen);

@@ -137,8 +137,8 @@ KERNEL BOUNDS(256, 4) transpose_fp8(In<uint8_t> x, Out<uint8_t> y, uint32_t rows
     }
 }
 
-// dst: [rows, pitch] gets `width` columns of sums times the scales of their row and, if `columns` is
-// set, their column; they are added if `accumulate`. One block of 256 threads for each row.
+// dst: [rows, pitch] gets `width` columns of sums times the scales of their row and, if `columns`
+// is set, their column; they are added if `accumulate`. One block of 256 threads for each row.
 KERNEL BOUNDS(256, 6) scale_fp8_bf16(InOut<bf16> dst, In<float> sums, In<float> rows, In<float> columns, uint32_t width, int64_t pitch, uint32_t accumulate) {
     scale(dst, sums, rows, columns, int(width), pitch, accumulate != 0);
 }

@@ -1,13 +1,14 @@
 // The gated delta rule over packed sequences, token by token in f32, and its gradients.
-// src/ops/gated_delta holds the definition; symbols: K key heads, V value heads, a state S: [Dk, Dv].
+// src/ops/gated_delta holds the definition; symbols: K key heads, V value heads, a state S: [Dk,
+// Dv].
 //
 //   S = S * decay;  missing = v - S^T k;  S = S + k (beta missing)^T;  o = S^T q
 //
-// A column of a state does not depend on the others, so the forward runs a block for 16 columns of a
-// sequence and value head: 8 lanes share a column, whose values stay in registers.
+// A column of a state does not depend on the others, so the forward runs a block for 16 columns of
+// a sequence and value head: 8 lanes share a column, whose values stay in registers.
 //
-// The backward has five steps. Only the second one runs over whole sequences, the others over chunks of
-// 64 tokens, whose states before the forward saved:
+// The backward has five steps. Only the second one runs over whole sequences, the others over
+// chunks of 64 tokens, whose states before the forward saved:
 //
 //   1. the forward again, for `missing`
 //   2. columns of dS, backwards: dS += q dout^T; du = dS^T k; dS = (dS - k (beta du)^T) * decay
@@ -17,8 +18,8 @@
 //
 // A launch processes the value heads first_head.. of the grid's y; tensors between the steps hold
 // those heads alone. `pieces`: [.., 4] lists parts of sequences: first row, number of rows, 1 + the
-// number of the state before (0: none), and `after`. That is the number of the first saved state for
-// whole sequences, and 1 + the number of the state after (0: none) for chunks. Rows outside all
+// number of the state before (0: none), and `after`. That is the number of the first saved state
+// for whole sequences, and 1 + the number of the state after (0: none) for chunks. Rows outside all
 // sequences are pieces with GAP as the state before.
 #include "compat.cuh"
 
@@ -114,7 +115,8 @@ template <int M> struct Part {
     float values[M];
 };
 
-// Loads a part whose values are `stride` apart and `count` in number; `at` is that of the first one.
+// Loads a part whose values are `stride` apart and `count` in number; `at` is that of the first
+// one.
 template <int M, class P> DEVICE inline void load_part(Part<M> &part, P from, int64_t at, int count, int64_t stride) {
     UNROLL for (int m = 0; m < M; m++) {
         int i = int(threadIdx.x) % LANES + LANES * m;
@@ -133,8 +135,9 @@ DEVICE inline void store_part(const Part<M> &part, P to, int64_t at, int count, 
 constexpr int STEP = 16;
 constexpr int ROW_STEP = 8;
 
-// The forward; M: Dk over 8 at most. `out` or `missing` is null. States come from `carried`, which gets
-// the last one, or from the list `before`; those before chunks are stored in `saved` unless it is null.
+// The forward; M: Dk over 8 at most. `out` or `missing` is null. States come from `carried`, which
+// gets the last one, or from the list `before`; those before chunks are stored in `saved` unless it
+// is null.
 template <int M, class T>
 DEVICE inline void forward(const Inputs<T> &in, In<uint32_t> pieces, In<float> before, InOut<float> carried, Out<T> out,
                            Out<float> missing, Out<float> saved) {
@@ -233,8 +236,8 @@ DEVICE inline void backward_columns(const Inputs<T> &in, In<uint32_t> pieces, In
     }
 }
 
-// Some tokens in shared memory for 16 rows of a state: their keys, then their queries, and vectors of W
-// values, zero from Dv on: u, dout and dv.
+// Some tokens in shared memory for 16 rows of a state: their keys, then their queries, and vectors
+// of W values, zero from Dv on: u, dout and dv.
 template <int W> struct RowTokens {
     Shared<float> rows, u, dout, dv, decay;
 
@@ -259,10 +262,11 @@ template <int W> struct RowTokens {
     }
 };
 
-// Step 3, over chunks; M: Dv over 8 at most. dkq: [rows, heads, 2, Dk] gets the gradients of the normed
-// queries, then keys. slopes: [rows, heads, blocks along z] gets this block's part of the gradient of the
-// logarithm of the decay from the start of the chunk to a token. It leaves out the products of a token
-// with itself: they cancel, and would take the precision of decays near zero with them.
+// Step 3, over chunks; M: Dv over 8 at most. dkq: [rows, heads, 2, Dk] gets the gradients of the
+// normed queries, then keys. slopes: [rows, heads, blocks along z] gets this block's part of the
+// gradient of the logarithm of the decay from the start of the chunk to a token. It leaves out the
+// products of a token with itself: they cancel, and would take the precision of decays near zero
+// with them.
 template <int M, class T>
 DEVICE inline void backward_rows(const Inputs<T> &in, In<uint32_t> pieces, In<float> states, In<float> dstates,
                                  In<float> missing, In<float> du, In<T> dout, InOut<float> dkq, Out<float> slopes) {
@@ -346,7 +350,8 @@ DEVICE inline void backward_rows(const Inputs<T> &in, In<uint32_t> pieces, In<fl
     slopes.store(slope_at(token), sum);
 }
 
-// Step 4: a warp for a row and key head. dq, dk, dv and db begin with the columns of the first head.
+// Step 4: a warp for a row and key head. dq, dk, dv and db begin with the columns of the first
+// head.
 template <class T>
 DEVICE inline void finish(Inputs<T> in, In<float> dkq, In<float> missing, In<float> du, Out<T> dq, Out<T> dk, Out<T> dv,
                           Out<T> db, uint32_t rows, int heads, uint32_t db_stride) {
@@ -391,8 +396,8 @@ DEVICE inline void finish(Inputs<T> in, In<float> dkq, In<float> missing, In<flo
     }
 }
 
-// Step 5: a block for a chunk and value head. da begins with the column of the first head. sums: [2, rows,
-// heads] gets the gradients of a and of a_log in f32, or is null.
+// Step 5: a block for a chunk and value head. da begins with the column of the first head. sums:
+// [2, rows, heads] gets the gradients of a and of a_log in f32, or is null.
 template <class T>
 DEVICE inline void decays(const Inputs<T> &in, In<uint32_t> pieces, In<float> states, In<float> dstates,
                           In<float> slopes, Out<T> da, Out<float> sums, uint32_t rows, int parts, uint32_t da_stride) {
@@ -441,8 +446,8 @@ DEVICE inline void decays(const Inputs<T> &in, In<uint32_t> pieces, In<float> st
         uint32_t key_heads, uint32_t group, uint32_t key_dim, uint32_t value_dim, uint32_t a_stride,                   \
         uint32_t b_stride, uint32_t first_head
 
-// out: `[rows, V Dv]` or missing: `[rows, heads, Dv]`, for keys of at most 64 values. A block for a piece, a value
-// head and 16 columns.
+// out: `[rows, V Dv]` or missing: `[rows, heads, Dv]`, for keys of at most 64 values. A block for a
+// piece, a value head and 16 columns.
 KERNEL BOUNDS(128, 4) gated_delta_64_bf16(FORWARD_BF16) {
     forward<8, bf16>(OF_INPUTS, pieces, before, carried, out, missing, saved);
 }
@@ -476,8 +481,8 @@ KERNEL BOUNDS(128, 3) gated_delta_256_f32(FORWARD_F32) {
         Out<float> du, Out<float> dstates, uint32_t key_heads, uint32_t group, uint32_t key_dim, uint32_t value_dim,   \
         uint32_t a_stride, uint32_t b_stride, uint32_t first_head
 
-// du: `[rows, heads, Dv]` and dstates: `[states, heads, Dk, Dv]`, for keys of at most 64 values. A block for a
-// sequence, a value head and 16 columns.
+// du: `[rows, heads, Dv]` and dstates: `[states, heads, Dk, Dv]`, for keys of at most 64 values. A
+// block for a sequence, a value head and 16 columns.
 KERNEL BOUNDS(128, 4) gated_delta_backward_columns_64_bf16(COLUMNS_BF16) {
     backward_columns<8, bf16>(OF_INPUTS, pieces, dout, du, dstates);
 }
@@ -513,8 +518,8 @@ KERNEL BOUNDS(128, 3) gated_delta_backward_columns_256_f32(COLUMNS_F32) {
         Out<float> slopes, uint32_t key_heads, uint32_t group, uint32_t key_dim, uint32_t value_dim,                   \
         uint32_t a_stride, uint32_t b_stride, uint32_t first_head
 
-// dkq: `[rows, heads, 2, Dk]` and slopes: `[rows, heads, blocks along z]`, for values of at most 64 values. A block
-// for a chunk, a value head and 16 rows of its state.
+// dkq: `[rows, heads, 2, Dk]` and slopes: `[rows, heads, blocks along z]`, for values of at most 64
+// values. A block for a chunk, a value head and 16 rows of its state.
 KERNEL BOUNDS(128, 4) gated_delta_backward_rows_64_bf16(ROWS_BF16) {
     backward_rows<8, bf16>(OF_INPUTS, pieces, states, dstates, missing, du, dout, dkq, slopes);
 }

@@ -1,8 +1,8 @@
-// RMSNorm of each head times the SiLU of a gate, and its gradients: y = x / rms(x) * weight * silu(z).
-// src/ops/gated_norm holds the definition.
+// RMSNorm of each head times the SiLU of a gate, and its gradients: y = x / rms(x) * weight *
+// silu(z). src/ops/gated_norm holds the definition.
 //
-// A warp processes a unit: one head of one row, `width` values. x and dy are contiguous; z and dz have
-// their own number of values a row.
+// A warp processes a unit: one head of one row, `width` values. x and dy are contiguous; z and dz
+// have their own number of values a row.
 #include "compat.cuh"
 
 namespace {
@@ -125,7 +125,8 @@ KERNEL BOUNDS(256, 6) gated_norm_bf16_f32(FORWARD_BF16_F32) {
 KERNEL BOUNDS(256, 6) gated_norm_f32(FORWARD_F32) {
     forward(x, z, weight, y, rows, heads, int(width), z_stride, eps);
 }
-// dx and dz from dy, all `[rows, heads * width]`; inverses: `[rows, heads]` gets 1 / rms or is null.
+// dx and dz from dy, all `[rows, heads * width]`; inverses: `[rows, heads]` gets 1 / rms or is
+// null.
 KERNEL BOUNDS(256, 3) gated_norm_backward_bf16(BACKWARD_BF16) {
     backward(x, z, weight, dy, dx, dz, inverses, rows, heads, int(width), z_stride, dz_stride, eps);
 }

@@ -1,8 +1,9 @@
 // Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
 // their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate), with h in place of dh.
 // src/ops/glu holds the definition, also that of the clamped product of alternating columns. One
-// thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else one value. The activations without a gate, h = act(x) and dx = dh *
-// act'(x) with h in place of dh, are defined in src/ops/activation.
+// thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else one value. The
+// activations without a gate, h = act(x) and dx = dh * act'(x) with h in place of dh, are defined
+// in src/ops/activation.
 #include "compat.cuh"
 
 namespace {
@@ -100,7 +101,8 @@ DEVICE inline void backward(In<T> gate_up, InOut<T> dh, Out<T> d, uint32_t rows,
     });
 }
 
-// The product of gpt-oss: gates in the even columns, at most CLAMP, ups in the odd ones, within CLAMP.
+// The product of gpt-oss: gates in the even columns, at most CLAMP, ups in the odd ones, within
+// CLAMP.
 struct Clamped {
     static constexpr float CLAMP = 7.0f, FACTOR = 1.702f;
     float value, slope, up, up_slope;

@@ -1,8 +1,8 @@
 // Every instruction that compat.cuh wraps, and the arithmetic that kernels rely on, once each, on
-// inputs that the host codes (crates/ops/src/ops/probe). The resulting registers of each lane go to `out`:
-// one section per instruction, with the registers of lane 0, then those of lane 1, and so on. Tests
-// compare the emulator's dump with one recorded on a GPU. All inputs come from memory, so that no
-// compiler computes a result itself.
+// inputs that the host codes (crates/ops/src/ops/probe). The resulting registers of each lane go to
+// `out`: one section per instruction, with the registers of lane 0, then those of lane 1, and so
+// on. Tests compare the emulator's dump with one recorded on a GPU. All inputs come from memory, so
+// that no compiler computes a result itself.
 #include "compat.cuh"
 
 namespace {

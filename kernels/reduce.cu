@@ -1,5 +1,5 @@
-// Sums in a fixed order, each in two stages: sums of squares of gradients in f64, sums of columns (gradients of biases
-// and of DoRA's magnitudes).
+// Sums in a fixed order, each in two stages: sums of squares of gradients in f64, sums of columns
+// (gradients of biases and of DoRA's magnitudes).
 #include "compat.cuh"
 
 namespace {
@@ -102,8 +102,9 @@ KERNEL BOUNDS(256, 1) sum_partials(In<double> partials, uint32_t count, Out<doub
     if (threadIdx.x == 0) sum.store(0, mine);
 }
 
-// `partials[p, j]` = the sum of `dy[n, j]` over rows 64 p to 64 (p + 1), the first stage of a bias's gradient. Rows of
-// dy are `pitch` apart. Blocks: one for each 128 columns along x, for each 64 rows along y.
+// `partials[p, j]` = the sum of `dy[n, j]` over rows 64 p to 64 (p + 1), the first stage of a
+// bias's gradient. Rows of dy are `pitch` apart. Blocks: one for each 128 columns along x, for each
+// 64 rows along y.
 KERNEL BOUNDS(256, 4) column_sums_bf16(In<bf16> dy, Out<float> partials, uint32_t rows, uint32_t width, int64_t pitch) {
     column_sums<bf16, bf16, false>(dy, dy, partials, int(rows), int(width), pitch, 0);
 }

@@ -1,8 +1,8 @@
 // RMSNorm (arXiv 1910.07467): y = x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps), with gain =
 // weight + offset (offset 1 in the Gemma families). Backward, with h = x / rms and q = dy * gain:
 // dx = (q - h * mean(q * h)) / rms, plus the gradient that bypasses the norm. src/ops/rms_norm
-// holds the definition. LayerNorm (arXiv 1607.06450) has h = (x - mean) / sigma, sigma^2 = mean((x -
-// mean)^2) + eps, y = h * gain + bias and dx = (q - mean(q) - h * mean(q * h)) / sigma;
+// holds the definition. LayerNorm (arXiv 1607.06450) has h = (x - mean) / sigma, sigma^2 = mean((x
+// - mean)^2) + eps, y = h * gain + bias and dx = (q - mean(q) - h * mean(q * h)) / sigma;
 // src/ops/layer_norm holds its definition. A template's CENTERED is true for it.
 //
 // One block per row: x, dy and y are [rows, width] and contiguous. Rows whose length is a multiple
@@ -85,8 +85,8 @@ DEVICE inline void forward(In<T> x, In<W> weight, In<W> bias, Out<T> y, int widt
     });
 }
 
-// Computes dx of one row. `normed` gets the norm of the row, and `means` and `inverses` its mean and
-// 1 / rms for the gradient of the gain; each may be null.
+// Computes dx of one row. `normed` gets the norm of the row, and `means` and `inverses` its mean
+// and 1 / rms for the gradient of the gain; each may be null.
 template <bool CENTERED, class T, class W>
 DEVICE inline void backward(In<T> x, In<W> weight, In<W> bias, In<T> dy, In<T> residual, Out<T> dx, Out<T> normed,
                             Out<float> means, Out<float> inverses, int width, float offset, float eps) {
@@ -144,9 +144,9 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<W> bias, In<T> dy, In<T> r
 }
 
 // The first stage of the gain's gradient: partial[i][column], [gridDim.x, width], = the sum of dy *
-// (x - mean) / rms over rows i, i + gridDim.x, ... in order, so the result depends only on the grid. A
-// thread processes the columns of V values and AT_ONCE rows at a time, whose loads overlap; blocks
-// along y share the columns.
+// (x - mean) / rms over rows i, i + gridDim.x, ... in order, so the result depends only on the
+// grid. A thread processes the columns of V values and AT_ONCE rows at a time, whose loads overlap;
+// blocks along y share the columns.
 template <bool CENTERED, int V, class T>
 DEVICE inline void gain_partial_of(In<T> x, In<T> dy, In<float> means, In<float> inverses, Out<float> partial, int rows,
                                    int width) {
@@ -263,8 +263,9 @@ KERNEL layer_norm_f32(In<float> x, In<float> weight, In<float> bias, Out<float> 
     In<float> x, In<float> weight, In<float> bias, In<float> dy, In<float> residual, Out<float> dx, Out<float> normed, \
         Out<float> means, Out<float> inverses, uint32_t width, float offset, float eps
 
-// dx = the gradient of x plus residual. normed gets y of layer_norm_bf16; means and inverses: [rows]
-// get the mean and 1 / sigma of each row. bias, residual, normed and both of these may be null.
+// dx = the gradient of x plus residual. normed gets y of layer_norm_bf16; means and inverses:
+// [rows] get the mean and 1 / sigma of each row. bias, residual, normed and both of these may be
+// null.
 KERNEL layer_norm_backward_bf16(CENTERED_BACKWARD_BF16) {
     backward<true>(x, weight, bias, dy, residual, dx, normed, means, inverses, int(width), offset, eps);
 }

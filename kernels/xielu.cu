@@ -1,5 +1,5 @@
-// xIELU, an activation with two learned curvatures, and its gradients. src/ops/xielu holds the definition. A block
-// processes one row.
+// xIELU, an activation with two learned curvatures, and its gradients. src/ops/xielu holds the
+// definition. A block processes one row.
 #include "compat.cuh"
 
 namespace {
@@ -41,7 +41,8 @@ template <class T> DEVICE inline void forward(In<T> x, In<float> curve, Out<T> h
         [&](int column) { to.store(column, nearest<T>(Xielu::at(widen(from.load(column)), c).value)); });
 }
 
-// Writes dx, h in place of dh, and unless partial is null the row's part of the gradients of the curvatures.
+// Writes dx, h in place of dh, and unless partial is null the row's part of the gradients of the
+// curvatures.
 template <class T>
 DEVICE inline void backward(In<T> x, In<float> curve, InOut<T> dh, Out<T> dx, Out<float> partial, int width) {
     SHARED(float, scratch, 32);

@@ -2,7 +2,8 @@
 """Runs the tests beside busy processes, three times in a row: no result may depend on the load of
 the machine.
 
-    scripts/busy_suite.py                                  all tests, beside two busy processes a core
+    scripts/busy_suite.py                                  all tests, beside two busy processes a
+                                                           core
     scripts/busy_suite.py --times 1 -- --test faults hangs::  arguments after `--` go to cargo test
 
 Tests are built first, alone. The script starts its busy processes itself, and ends them by their

@@ -4,10 +4,11 @@
     python scripts/check_adapters.py --finetune target/release/finetune
 
 Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
-family under tests/golden/models and families/models PEFT makes adapters of every kind with random nonzero values and
-saves them. The merged folder must load in transformers without a missing or unexpected tensor, and
-give the logits of the saved adapter in PEFT on the base in f32. Kinds that PEFT refuses for a
-family are shown as such. (check_outputs.py checks adapters that the binary trains.)
+family under tests/golden/models and families/models PEFT makes adapters of every kind with random
+nonzero values and saves them. The merged folder must load in transformers without a missing or
+unexpected tensor, and give the logits of the saved adapter in PEFT on the base in f32. Kinds that
+PEFT refuses for a family are shown as such. (check_outputs.py checks adapters that the binary
+trains.)
 
 Prints the largest difference of logits for each kind and family; exits 1 if one is above its limit.
 """

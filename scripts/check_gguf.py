@@ -9,8 +9,9 @@ by llama-cpp-python.
 Needs llama-cpp-python, tokenizers, numpy and safetensors, and the binary. For each model folder:
 
 - text becomes the same tokens as in tokenizer.json;
-- the greedy continuation of 40 tokens equals `finetune generate`'s, for f32 and for f16 (against the model stored in
-  f16); where they part, the margin between the two tokens in llama.cpp's logits must be below --margin, a near-tie;
+- the greedy continuation of 40 tokens equals `finetune generate`'s, for f32 and for f16 (against
+  the model stored in f16); where they part, the margin between the two tokens in llama.cpp's logits
+  must be below --margin, a near-tie;
 - the perplexity of q8_0 is within 0.5 % of f16's;
 - every other type loads and gives finite logits; its perplexity is shown.
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Runs each script of integrations/ against its real package, and compares what it stored with metrics.jsonl.
+"""Runs each script of integrations/ against its real package, and compares what it stored with
+metrics.jsonl.
 
     python3 -m venv venv && venv/bin/pip install wandb mlflow trackio comet_ml swanlab
     venv/bin/python scripts/check_integrations.py [--binary PATH] [NAME ...]
 
-Nothing leaves this machine: the offline modes of the packages, and an MLflow server on the loopback. For each
-package, it trains six steps of the quickstart, then a long run that it stops by a signal, resumes, and stops
-again. Every figure of metrics.jsonl must be stored once, with its step and to the digit. The resumed run must
-go on in the same record. Exit code 1 comes with the error.
+Nothing leaves this machine: the offline modes of the packages, and an MLflow server on the
+loopback. For each package, it trains six steps of the quickstart, then a long run that it stops by
+a signal, resumes, and stops again. Every figure of metrics.jsonl must be stored once, with its step
+and to the digit. The resumed run must go on in the same record. Exit code 1 comes with the error.
 """
 
 import argparse

@@ -5,12 +5,11 @@
     scripts/check_kernels.py                # exit code 1 if a kernel breaks a limit
     scripts/check_kernels.py --table        # also prints the resources of each kernel
 
-The files are compiled with the options of crates/backends/build.rs, kernels/nvcc.options. ptxas then
-reports registers, stack, spills and shared memory of each kernel for each architecture. The PTX
-shows the instructions that move memory and compute, and in loops with products on tensor cores the
-reads of shared memory for each. limits.toml holds the limits of each kernel;
-the rules for every kernel are here: no access to local memory, no atomic sum of floats, no warning
-of nvcc.
+The files are compiled with the options of crates/backends/build.rs, kernels/nvcc.options. ptxas
+then reports registers, stack, spills and shared memory of each kernel for each architecture. The
+PTX shows the instructions that move memory and compute, and in loops with products on tensor cores
+the reads of shared memory for each. limits.toml holds the limits of each kernel; the rules for
+every kernel are here: no access to local memory, no atomic sum of floats, no warning of nvcc.
 
 Newer GPUs run the PTX of compute_90, which their driver compiles. ptxas does the same here for the
 architectures in `from_ptx`, and only stack and spills are compared with the limits.
@@ -63,8 +62,8 @@ USES = {
 }
 
 
-# sm_120 holds 1,536 threads and ignores the bound of a kernel that asks for more; the bounds are for
-# RESIDENT_THREADS, which Limit.faults holds them to.
+# sm_120 holds 1,536 threads and ignores the bound of a kernel that asks for more; the bounds are
+# for RESIDENT_THREADS, which Limit.faults holds them to.
 FEWER_THREADS = re.compile(r"Value of threads per SM for entry \w+ is out of range. .minnctapersm will be ignored")
 
 
@@ -281,8 +280,8 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
     if found.registers > limit.registers:
         yield (
             f"{where}: {found.registers} registers a thread, at most {limit.registers} let {limit.blocks} blocks of "
-            f"{limit.threads} threads run on a multiprocessor; keep fewer values alive (BOUNDS says how many registers "
-            "there are), or lower `blocks`"
+            f"{limit.threads} threads run on a multiprocessor; keep fewer values alive (BOUNDS gives the registers of "
+            "a thread), or lower `blocks`"
         )
     if found.bounds not in (0, limit.threads):
         yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"

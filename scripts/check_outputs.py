@@ -6,16 +6,18 @@
 Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
 family under tests/golden/models and tests/golden/families/models:
 
-  finetune's     adapters of several kinds load in PEFT: same loss, same greedy continuation; `finetune merge` gives
-                 the logits of PEFT's model, loads in transformers without a missing or unexpected tensor, and keeps
-                 the tokenizer
+  finetune's     adapters of several kinds load in PEFT: same loss, same greedy continuation;
+                 `finetune merge` gives the logits of PEFT's model, loads in transformers without a
+                 missing or unexpected tensor, and keeps the tokenizer
   full           the folder of a full run loads in transformers: same loss, same continuation
-  new tokens     the tokenizer beside an adapter or in a model has the ids that transformers gives them; the model
-                 resized to it, and PEFT on it, have the same logits as the merged one and the same loss
-  PEFT's         adapters with random values give `finetune eval` PEFT's loss, and training can start from them
-  experts        of models with experts, which PEFT cannot adapt so: merged adapters of all linear layers, experts
-                 included, and full runs load in transformers without a missing or unexpected tensor, with the loss
-                 of the adapter and the same continuation
+  new tokens     the tokenizer beside an adapter or in a model has the ids that transformers gives
+                 them; the model resized to it, and PEFT on it, have the same logits as the merged
+                 one and the same loss
+  PEFT's         adapters with random values give `finetune eval` PEFT's loss, and training can
+                 start from them
+  experts        of models with experts, which PEFT cannot adapt so: merged adapters of all linear
+                 layers, experts included, and full runs load in transformers without a missing or
+                 unexpected tensor, with the loss of the adapter and the same continuation
 
 Losses are compared over a text and a prompt/completion data set that are tokenized here, from
 tokenizer.json alone. Prints the largest difference of each check; exits 1 if one is above its

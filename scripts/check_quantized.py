@@ -6,14 +6,15 @@
 Needs torch, transformers, bitsandbytes, accelerate, peft and the binary; no network, no GPU. For
 each model (the tiny families under tests/golden/models, or the folders given) and each kind:
 
-  structure  it loads without a missing or unexpected tensor; exactly the linear layers but the head and the skipped
-             ones are bitsandbytes' modules
-  weights    the parts that bitsandbytes holds after loading stand for the weights that a formula gives from the file
-  logits     4 bits: the loaded model equals a plain model with those weights. It is a float32 copy of the model,
-             because transformers loads a quantized one in its own dtype only. It is in training mode, because
-             bitsandbytes otherwise computes in bf16 on processors that support it. Skipped if a row is no multiple
-             of the block, where its CPU kernel is wrong. 8 bits: only close, for LLM.int8() rounds the activations,
-             too
+  structure  it loads without a missing or unexpected tensor; exactly the linear layers but the head
+             and the skipped ones are bitsandbytes' modules
+  weights    the parts that bitsandbytes holds after loading stand for the weights that a formula
+             gives from the file
+  logits     4 bits: the loaded model equals a plain model with those weights. It is a float32 copy
+             of the model, because transformers loads a quantized one in its own dtype only. It is
+             in training mode, because bitsandbytes otherwise computes in bf16 on processors that
+             support it. Skipped if a row is no multiple of the block, where its CPU kernel is
+             wrong. 8 bits: only close, for LLM.int8() rounds the activations, too
   loss       `finetune eval` on the quantized folder gives the plain model's loss
 
 Prints the largest difference of each check; exits 1 if one is above its limit.

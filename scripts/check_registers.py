@@ -24,7 +24,7 @@ ON_STACK = re.compile(r"v?mov[au]p[sd]\s+%[xyz]mm\d+,[^,]*\(%rsp[,)]")
 
 
 def functions(binary):
-    """Yields the name and the instructions of each function whose name contains that of a kernel."""
+    """Yields name and instructions of each function whose name contains that of a kernel."""
     lines = subprocess.run(
         ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", "--section=.text", binary],
         check=True,

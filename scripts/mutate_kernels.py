@@ -5,7 +5,8 @@ kernels.
     scripts/mutate_kernels.py                 removes each in turn; a test must fail
     scripts/mutate_kernels.py --only FILE     only those of one kernel file
     scripts/mutate_kernels.py --uncovered     only looks for conditions that the list omits
-    scripts/mutate_kernels.py --find          prints the fastest failing test, for new entries of the list
+    scripts/mutate_kernels.py --find          prints the fastest failing test, for new entries of
+                                              the list
 
 kernels/mutants.toml lists the mutants: a piece of a kernel's source, its replacement (empty by
 default), and the test that fails. A mutant is compiled for the emulator like the kernels of a test

@@ -6,7 +6,8 @@ The exit status is 1 if the loss of a cell is not lower after training than befo
 the file, 200 of them at most and a tenth of it at most, are held out. A file with fewer rows than a
 column asks for fills the column with all that it has.
 
-  scripts/recipes_learn.py target/release/finetune MODEL ROWS.jsonl [--rows 60,1000] [--recipes lora,full] [--set KEY=VALUE]
+  scripts/recipes_learn.py target/release/finetune MODEL ROWS.jsonl \
+      [--rows 60,1000] [--recipes lora,full] [--set KEY=VALUE]
 """
 
 import argparse

@@ -220,7 +220,8 @@ pub struct ExportArgs {
     /// Format: hf, a folder for transformers, or gguf, a file for llama.cpp
     #[arg(long, value_name = "FORMAT", value_parser = export_format())]
     pub format: ExportFormat,
-    /// Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as stored]
+    /// Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as stored;
+    /// adapter: f32]
     #[arg(long, value_name = "TYPE", value_parser = gguf_type())]
     pub r#type: Option<GgufType>,
     /// Branch, tag or commit of the model on the hub

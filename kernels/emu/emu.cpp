@@ -1,16 +1,18 @@
 // Runs kernels on the host, one thread block after another, with checks that a GPU does not make.
 //
-// Each CUDA thread is a fiber. It runs until it waits at a barrier or a warp-wide instruction; then the next one
-// runs. _setjmp and _longjmp switch fibers (makecontext only starts them: it makes system calls). The last lane to reach
-// a warp-wide instruction computes it for all lanes.
+// Each CUDA thread is a fiber. It runs until it waits at a barrier or a warp-wide instruction; then
+// the next one runs. _setjmp and _longjmp switch fibers (makecontext only starts them: it makes
+// system calls). The last lane to reach a warp-wide instruction computes it for all lanes.
 //
 // Checked, each with a message that names kernel, block and thread:
-//   - accesses to global memory are within the window of the launch (for an address from a table: of the table's
-//     length), are aligned, and are allowed there;
-//   - every byte of an Out is written exactly once, and no block reads or overwrites bytes of another one;
-//   - shared memory is not read before it is written; two threads that touch the same two bytes, one of them writing,
-//     have a barrier between them (for lanes of one warp sync_warp is enough);
-//   - all threads of a block reach each barrier, all lanes of a warp the same warp-wide instruction;
+//   - accesses to global memory are within the window of the launch (for an address from a table:
+//     of the table's length), are aligned, and are allowed there;
+//   - every byte of an Out is written exactly once, and no block reads or overwrites bytes of
+//     another one;
+//   - shared memory is not read before it is written; two threads that touch the same two bytes,
+//     one of them writing, have a barrier between them (for lanes of one warp sync_warp is enough);
+//   - all threads of a block reach each barrier, all lanes of a warp the same warp-wide
+//     instruction;
 //   - data of copy_async16 or copy_async4 is not read before its thread waited for it, and a thread
 //     ends after it has waited for all of its copies. Data arrives at once or as late as possible,
 //     and threads and blocks run forward, backward or shuffled, as the launch requests: the results
@@ -110,8 +112,9 @@ struct Site {
     size_t start, bytes;
 };
 
-// An instruction of a warp: a position in the program with its argument, the number of barriers before it, and the
-// number of visits since the last of them. A lane that skipped a visit is in step again after the next barrier.
+// An instruction of a warp: a position in the program with its argument, the number of barriers
+// before it, and the number of visits since the last of them. A lane that skipped a visit is in
+// step again after the next barrier.
 struct Request {
     const void *place;
     const Window *window;
@@ -210,7 +213,7 @@ void note(Machine &m, const char *format, ...) {
     va_end(arguments);
 }
 
-// ---- fibers ----------------------------------------------------------------------------------------------------
+// ---- fibers -------------------------------------------------------------------------------------
 
 __attribute__((noinline)) void suspend() {
     Machine &m = machine();
@@ -291,7 +294,7 @@ void explain_standstill(Machine &m) {
     }
 }
 
-// ---- counting ----------------------------------------------------------------------------------------------------
+// ---- counting -----------------------------------------------------------------------------------
 
 // Returns the thread's current instruction, counted as its next visit.
 Request next_request(Machine &m, const void *place, const Window *window) {
@@ -341,7 +344,7 @@ void count_requests(Machine &m) {
         }
 }
 
-// ---- blocks ------------------------------------------------------------------------------------------------------
+// ---- blocks -------------------------------------------------------------------------------------
 
 void start_block(Machine &m) {
     // The memory of the last block is poisoned again: NaN in f32 and bf16.
@@ -384,7 +387,7 @@ bool run_block(Machine &m) {
     return true;
 }
 
-// ---- shared memory -----------------------------------------------------------------------------------------------
+// ---- shared memory ------------------------------------------------------------------------------
 
 Touched *touched_at(Machine &m, const void *at, size_t bytes, const char *what) {
     const unsigned char *p = static_cast<const unsigned char *>(at);
@@ -398,7 +401,8 @@ Touched *touched_at(Machine &m, const void *at, size_t bytes, const char *what) 
     return &m.touched[offset / GRAIN];
 }
 
-// Returns whether an earlier access of `thread` is ordered before the current one of the running thread.
+// Returns whether an earlier access of `thread` is ordered before the current one of the running
+// thread.
 bool ordered(Machine &m, int thread, uint32_t barrier, uint32_t warp_epoch) {
     int warp = m.now->number / WARP;
     return thread == m.now->number || barrier < m.barrier ||
@@ -446,7 +450,7 @@ void shared_access(const void *at, size_t bytes, bool write) {
     for (size_t i = 0; i < bytes / GRAIN; i++) write ? watch_write(m, t[i]) : watch_read(m, t[i]);
 }
 
-// ---- global memory -----------------------------------------------------------------------------------------------
+// ---- global memory ------------------------------------------------------------------------------
 
 // Returns the offset of an access in its window, counted in bytes of the window.
 size_t place_in(const Window *window, const void *at, size_t bytes, const char *what) {
@@ -481,7 +485,7 @@ void finish_copy(Machine &m, const AsyncCopy &copy, bool late) {
     }
 }
 
-// ---- warp-wide instructions --------------------------------------------------------------------------------------
+// ---- warp-wide instructions ---------------------------------------------------------------------
 
 float bf16_value(uint32_t pair, int half) { return bits_to_float((half ? pair >> 16 : pair & 0xffff) << 16); }
 
@@ -573,7 +577,7 @@ void together(WarpOp op, const Deposit &deposit) {
 
 } // namespace
 
-// ---- what emu.h calls ----------------------------------------------------------------------------------------------
+// ---- what emu.h calls ---------------------------------------------------------------------------
 
 const Window *window_at(uint64_t address, size_t bytes, bool write) {
     Machine &m = machine();
@@ -716,8 +720,8 @@ void copy_async(void *to, const Window *window, const void *from, size_t bytes, 
     if (there) check_load(m, window, from, bytes);
     shared_access(to, bytes, true);
     if (m.options.count) {
-        // Without the position of the call: lanes with zeros may call from another one, and a GPU has one instruction
-        // for both.
+        // Without the position of the call: lanes with zeros may call from another one, and a GPU
+        // has one instruction for both.
         Request request = next_request(m, nullptr, window);
         count_access(m, m.shared_requests, request, to, bytes);
         if (there) count_access(m, m.global_requests, request, from, bytes);
@@ -744,7 +748,7 @@ void copy_async_wait(int groups) {
     me->copies = left;
 }
 
-// ---- launches --------------------------------------------------------------------------------------------------------
+// ---- launches -----------------------------------------------------------------------------------
 
 namespace {
 

@@ -1,7 +1,7 @@
 // The body of compat.cuh for the host: the same names, each access to memory checked.
 //
-// A CUDA thread is a fiber of one host thread (emu.cpp): it runs until it waits for others. emu.cpp lists the checks
-// beside their code. The state is per host thread, so tests can run concurrently.
+// A CUDA thread is a fiber of one host thread (emu.cpp): it runs until it waits for others. emu.cpp
+// lists the checks beside their code. The state is per host thread, so tests can run concurrently.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -20,11 +20,13 @@ struct Index {
     uint32_t x, y, z;
 };
 
-// The memory that a launch allows a pointer to access: `rows` runs of `row_bytes` bytes, `pitch` bytes apart.
+// The memory that a launch allows a pointer to access: `rows` runs of `row_bytes` bytes, `pitch`
+// bytes apart.
 struct Window {
     unsigned char *base;
     uint64_t rows, row_bytes, pitch;
-    // For each byte 1 + the number of the thread (over the whole grid) that wrote it; null for read-only memory.
+    // For each byte 1 + the number of the thread (over the whole grid) that wrote it; null for
+    // read-only memory.
     uint32_t *writer;
     bool may_write, may_read, once;
     // Index of the argument in the launch, or -1 for memory with its address in a table.
@@ -37,7 +39,8 @@ struct Running {
 };
 extern thread_local Running running;
 
-// The window of memory with its address in a table: of the table's length, the same for all threads.
+// The window of memory with its address in a table: of the table's length, the same for all
+// threads.
 const Window *window_at(uint64_t address, size_t bytes, bool write);
 void on_load(const Window *window, const void *at, size_t bytes);
 void on_store(const Window *window, const void *at, size_t bytes);
@@ -57,7 +60,8 @@ void copy_async(void *to, const Window *window, const void *from, size_t bytes, 
 void copy_async_commit();
 void copy_async_wait(int groups);
 
-// Several declarations of one kernel get different numbers; those of different kernels may share them.
+// Several declarations of one kernel get different numbers; those of different kernels may share
+// them.
 template <class T> T *shared_array(int site, size_t count) { return static_cast<T *>(shared_memory(site, count * sizeof(T))); }
 
 } // namespace emu

@@ -1,5 +1,6 @@
-// Kernels with one fault each, which the emulator must name (crates/backends/src/gpu/emulator/tests.rs), and one without.
-// All take x: [64] and y: [64] and run in two blocks of 32 threads, or as noted in one of 64.
+// Kernels with one fault each, which the emulator must name
+// (crates/backends/src/gpu/emulator/tests.rs), and one without. All take x: [64] and y: [64] and
+// run in two blocks of 32 threads, or as noted in one of 64.
 #include "../compat.cuh"
 
 namespace {

@@ -34,9 +34,11 @@ struct Options {
 };
 
 struct Counters {
-    // Warp-wide accesses to global memory, the 32-byte sectors that they touch, and the minimum for these bytes.
+    // Warp-wide accesses to global memory, the 32-byte sectors that they touch, and the minimum for
+    // these bytes.
     uint64_t global_requests, global_sectors, global_least_sectors;
-    // Steps in which the banks of shared memory serve lanes, and how many more steps conflicts took.
+    // Steps in which the banks of shared memory serve lanes, and how many more steps conflicts
+    // took.
     uint64_t shared_phases, bank_conflicts;
 };
 

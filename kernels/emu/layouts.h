@@ -1,6 +1,7 @@
 // The layout of warp-wide fragments over lanes and registers: (lane, value) to the element, in the
-// notation of CuTe's traits (CUTLASS, cute/atom/mma_traits_sm80.hpp), where an element of a column-major tile of M
-// rows is m + M * n. PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type", shows the same as figures.
+// notation of CuTe's traits (CUTLASS, cute/atom/mma_traits_sm80.hpp), where an element of a
+// column-major tile of M rows is m + M * n. PTX ISA, "Matrix fragments for mma.m16n8k16 with
+// floating point type", shows the same as figures.
 #pragma once
 
 namespace emu {
@@ -27,8 +28,8 @@ inline Element element_of_c(int lane, int value) {
     return Element{at % 16, at / 16};
 }
 
-// ldmatrix: register m of a lane holds, of matrix m (8 x 8), row lane / 4 and columns 2 (lane % 4) and the next;
-// transposed, the matrix's rows and columns are swapped.
+// ldmatrix: register m of a lane holds, of matrix m (8 x 8), row lane / 4 and columns 2 (lane % 4)
+// and the next; transposed, the matrix's rows and columns are swapped.
 inline Element element_of_matrix(int lane, int half, bool transposed) {
     Element e{lane / 4, lane % 4 * 2 + half};
     return transposed ? Element{e.column, e.row} : e;

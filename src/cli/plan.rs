@@ -20,7 +20,9 @@ Examples:
 
 DEVICE of `--on` is a name of the table (a wrong name lists all), or a TOML file with one table
 [device]: name, memory_gb, bf16_tflops, f32_tflops, memory_gbps, link, link_gbps,
-host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
+host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.
+Sizes (_gb) are in 10^9 bytes, rates (_gbps) in 10^9 bytes a second. Optional: compute_capability,
+processor (true if runs compute on the processor).")]
 pub struct PlanArgs {
     /// Recipe of the run. Without data, all rows have `data.max_seq_len` tokens.
     #[command(flatten)]

@@ -108,7 +108,8 @@ impl TrainRun<'_> {
     fn end_log(&self, log: &OnceCell<SharedLogCommand>, end: RunEnd<'_>, world: &dyn Collective) {
         let ended = log.get().map_or(Ok(()), |log| log.borrow_mut().end(end, &|| world.heartbeat()));
         if let Err(error) = ended {
-            self.terminal.warn(format!("no more lines for `log.command`: {}", error.in_one_line()));
+            let why = error.in_one_line();
+            self.terminal.warn(format!("the program of `log.command` may miss lines of this run: {why}"));
         }
     }
 

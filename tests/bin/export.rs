@@ -116,8 +116,8 @@ fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
 
 /// Golden models that llama.cpp cannot compute: heads of three are not as wide as the model, two
 /// have a layer without experts, one has attention in shorter blocks than llama.cpp's, one a factor
-/// on the weights of experts, one biases of short convolutions. Gemma 3n has tensors of streams that
-/// finetune does not write.
+/// on the weights of experts, one biases of short convolutions. Gemma 3n has tensors of streams
+/// that finetune does not write.
 const NOT_EXPORTED: [&str; 9] = [
     "tiny-cohere2",
     "tiny-exaone4",

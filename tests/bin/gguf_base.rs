@@ -60,8 +60,8 @@ fn inspect_describes_the_model_in_the_file() {
     ");
 }
 
-/// The plain folder that export writes has the same losses: with LoRA, over NF4, on ranks with shards,
-/// of all weights. The folder opens again, and a merged model too.
+/// The plain folder that export writes has the same losses: with LoRA, over NF4, on ranks with
+/// shards, of all weights. The folder opens again, and a merged model too.
 #[test]
 fn runs_equal_those_on_the_plain_folder() {
     let place = place("tiny-gguf-q4_0");
@@ -177,8 +177,8 @@ fn counts_are_those_of_the_tensors() {
     ");
 }
 
-/// llama.cpp's converter writes that blocks of StableLM are parallel if config.json does not say it;
-/// llama.cpp looks for the norm before the MLP.
+/// llama.cpp's converter writes that blocks of StableLM are parallel if config.json does not say
+/// it; llama.cpp looks for the norm before the MLP.
 #[test]
 fn blocks_of_stablelm_are_what_their_norms_say() {
     let place = Place::new();

@@ -1,6 +1,7 @@
-//! Bases that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), through the verbs: each works
-//! as with the dequantized model, and no output keeps the old `quantization_config`. The golden runs
-//! on them are in the module `train`, the formats themselves in tests/lib/packed_bases.rs.
+//! Bases that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), through the verbs:
+//! each works as with the dequantized model, and no output keeps the old `quantization_config`. The
+//! golden runs on them are in the module `train`, the formats themselves in
+//! tests/lib/packed_bases.rs.
 
 use std::path::Path;
 

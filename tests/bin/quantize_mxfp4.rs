@@ -1,5 +1,5 @@
-//! Checkpoints in MXFP4 that `finetune quantize` writes: with the bytes of compressed-tensors, or as
-//! gpt-oss has its experts, and read again by every verb.
+//! Checkpoints in MXFP4 that `finetune quantize` writes: with the bytes of compressed-tensors, or
+//! as gpt-oss has its experts, and read again by every verb.
 
 use std::path::Path;
 
@@ -19,8 +19,8 @@ fn quantize(place: &Place, model: &str, more: &[&str]) -> String {
     place.said(&[&args[..], more].concat())
 }
 
-/// The golden checkpoint has codes and layout of compressed-tensors 0.20.0, from the same weights, and
-/// scales of the specification.
+/// The golden checkpoint has codes and layout of compressed-tensors 0.20.0, from the same weights,
+/// and scales of the specification.
 #[test]
 fn mxfp4_is_written_as_compressed_tensors_writes_it() {
     let place = Place::new();

@@ -21,8 +21,8 @@ struct Case {
 
 const PACKED: &str = "qbases/models";
 
-/// Every format that can be written. 8 bits with a scale for few weights keep almost all; the runs that
-/// changed the weights by less than a step of 4 bits lose almost all.
+/// Every format that can be written. 8 bits with a scale for few weights keep almost all; the runs
+/// that changed the weights by less than a step of 4 bits lose almost all.
 const CASES: [Case; 16] = [
     Case { model: "qbases/models/tiny-fp8-block", adapter: "qbases/train/lora_fp8_block", least: 0.9 },
     Case { model: "qbases/models/tiny-modelopt-fp8", adapter: "train/lora", least: 0.6 },
@@ -83,7 +83,8 @@ fn distance(one: &[f32], other: &[f32]) -> f64 {
 }
 
 /// The files keep their names, sizes and every tensor that the adapter does not change; changed
-/// weights are closer to the merged ones than those of the base, and no farther than the codes allow.
+/// weights are closer to the merged ones than those of the base, and no farther than the codes
+/// allow.
 #[test]
 fn every_format_is_written_again() {
     for Case { model, adapter, least } in CASES {
@@ -96,8 +97,8 @@ fn every_format_is_written_again() {
     }
 }
 
-/// Checks a merge of `adapter` into the format of `model`, which keeps at least the share `least` of
-/// its effect; `kind` is a format of bitsandbytes.
+/// Checks a merge of `adapter` into the format of `model`, which keeps at least the share `least`
+/// of its effect; `kind` is a format of bitsandbytes.
 fn written_again(place: &Place, model: &str, least: f64, kind: Option<&str>) {
     let measured = ["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"];
     let said = place.said(&merge("merged", &measured));
@@ -238,8 +239,8 @@ fn opened(folder: &Path) -> ModelFiles {
     crate::logits::base(folder).files.unwrap()
 }
 
-/// An adapter without effect gives the values of the base, and the bytes of its files: only a zero of
-/// e4m3 may lose its sign.
+/// An adapter without effect gives the values of the base, and the bytes of its files: only a zero
+/// of e4m3 may lose its sign.
 #[test]
 fn an_adapter_without_effect_changes_no_value() {
     for model in ["tiny-fp8-block", "tiny-gptq-4-g32-act", "tiny-awq-4-g32", "tiny-ct-int4-g32-asym"] {

@@ -1,5 +1,5 @@
-//! `merge --requantize` for GGUF bases: the file of the base with new blocks for the tensors that the
-//! adapter changes.
+//! `merge --requantize` for GGUF bases: the file of the base with new blocks for the tensors that
+//! the adapter changes.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -68,8 +68,8 @@ fn distance(one: &[f32], other: &[f32]) -> f64 {
     one.iter().zip(other).map(|(a, b)| f64::from(a - b).powi(2)).sum()
 }
 
-/// Checks that weights of `after` which the adapter changes are nearer to the merged ones than those
-/// of `before`, and that all others are the same. Returns the number of changed ones.
+/// Checks that weights of `after` which the adapter changes are nearer to the merged ones than
+/// those of `before`, and that all others are the same. Returns the number of changed ones.
 fn check([before, after, exact]: [&ModelFiles; 3], what: &str) -> usize {
     assert!(after.names().eq(before.names()), "{what}");
     let mut changed = 0;
@@ -203,8 +203,8 @@ fn every_type_is_written_again() {
     }
 }
 
-/// Files in f32 hold exactly the merged weights, however they order rows and columns: halves of heads
-/// in turns, keys transposed, value heads in turns, experts joined.
+/// Files in f32 hold exactly the merged weights, however they order rows and columns: halves of
+/// heads in turns, keys transposed, value heads in turns, experts joined.
 #[test]
 fn every_order_is_written_again() {
     for model in

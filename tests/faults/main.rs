@@ -1,6 +1,6 @@
 //! Nothing saved is lost: kills at random instants and at every call that writes, disk errors at
-//! each of them, damaged checkpoints, leftovers, and folders in use. Ranks that fail, hang or diverge,
-//! devices that fail, limits of the system, and stalled terminals end in one clear error.
+//! each of them, damaged checkpoints, leftovers, and folders in use. Ranks that fail, hang or
+//! diverge, devices that fail, limits of the system, and stalled terminals end in one clear error.
 //!
 //! Most tests use a run without a model (`child`), which saves like a training run and takes
 //! milliseconds; some use the binary. A preloaded library (`faults.c`), built with the system's C

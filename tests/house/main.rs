@@ -60,9 +60,8 @@ const MAIN_LINES: usize = 60;
 /// A command parses, calls and reports; the code that it calls is on lower floors.
 const COMMAND_LINES: usize = 150;
 
-/// Modules that may use the feature `cuda`: operations and their backends, collectives, and the device
-/// choice in
-/// `runtime`.
+/// Modules that may use the feature `cuda`: operations and their backends, collectives, and the
+/// device choice in `runtime`.
 const KNOW_CUDA: &[&str] = &["backends", "ops", "collective", "runtime"];
 
 /// One source file under `src`, without its test modules.

@@ -118,11 +118,11 @@ const FORWARD_LAUNCHES: u64 = 2 + 1 + 1 + 1 + 7 + COPIES;
 const LAUNCHES: u64 = 34 + 2 * COPIES;
 /// Launches that recomputing repeats: backward reads the same dequantized weights.
 const RECOMPUTED_LAUNCHES: u64 = FORWARD_LAUNCHES - 7;
-/// Launches of a block's forward on the second queue, beside the products: the dequantization of all
-/// weights but those of the first product.
+/// Launches of a block's forward on the second queue, beside the products: the dequantization of
+/// all weights but those of the first product.
 const FORWARD_BESIDE: u64 = 4;
-/// The same of backward, whose first product is that of `down_proj`. Recomputing keeps the panels of
-/// all other products, which are made before the first one.
+/// The same of backward, whose first product is that of `down_proj`. Recomputing keeps the panels
+/// of all other products, which are made before the first one.
 const BACKWARD_BESIDE: u64 = 6;
 
 /// The layers of Qwen3-8B.

@@ -57,8 +57,8 @@ pub(crate) fn config(folder: &Path) -> ModelConfig {
     ModelConfig::from_json(&text, "config.json").unwrap()
 }
 
-/// Files of llama and qwen3, with weights that gguf-py dequantizes and a tokenizer that transformers
-/// reads.
+/// Files of llama and qwen3, with weights that gguf-py dequantizes and a tokenizer that
+/// transformers reads.
 #[test]
 fn files_have_the_weights_and_ids_of_transformers() {
     let all = json_of("qbases/gguf.json");
@@ -129,8 +129,8 @@ pub(crate) fn is_the_same(name: &str, folder: &Path, own: &ModelConfig, files: &
     }
 }
 
-/// Each golden model of the two sets, exported and read again: the arithmetic of its config.json, its
-/// weights to the bit, the ids of texts.
+/// Each golden model of the two sets, exported and read again: the arithmetic of its config.json,
+/// its weights to the bit, the ids of texts.
 #[test]
 fn exported_models_are_themselves_again() {
     let mut read = Vec::new();

@@ -32,8 +32,8 @@ fn models() -> Vec<String> {
     stored.map(|path| path.file_stem().unwrap().to_string_lossy().into_owned()).collect()
 }
 
-/// Writes a safetensors file of zeros, of tensors with these dtypes: matrices in FP8, vectors in BF16,
-/// and scales in F32.
+/// Writes a safetensors file of zeros, of tensors with these dtypes: matrices in FP8, vectors in
+/// BF16, and scales in F32.
 fn write_zeros(path: &Path, tensors: &[(String, &str)]) {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     for (name, dtype) in tensors {

@@ -209,8 +209,8 @@ fn a_run_goes_on_from_a_checkpoint() {
     }
 }
 
-/// The algorithm writes the bf16 values itself, or they are rounded from the masters; with offloaded
-/// state, too.
+/// The algorithm writes the bf16 values itself, or they are rounded from the masters; with
+/// offloaded state, too.
 #[test]
 fn values_in_bf16_follow_the_masters() {
     let adamw = AdamW { betas: [0.9, 0.999], eps: 1e-8 };

@@ -1,6 +1,6 @@
-//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), dequantized while
-//! they are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small ones made
-//! here, with their errors.
+//! Checkpoints that other tools packed (FP8, GPTQ, AWQ, compressed-tensors, MXFP4), dequantized
+//! while they are read: bit for bit as tests/golden/scripts/make_qbases.py computes them, and small
+//! ones made here, with their errors.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -63,8 +63,8 @@ fn every_weight_has_the_values_of_the_reference() {
     }
 }
 
-/// gpt-oss stores the experts of a layer in blocks of `[E, out, in]`; the reference has the stack `[E,
-/// in, out]` of an unquantized model.
+/// gpt-oss stores the experts of a layer in blocks of `[E, out, in]`; the reference has the stack
+/// `[E, in, out]` of an unquantized model.
 #[test]
 fn stacks_in_mxfp4_have_the_values_of_the_reference() {
     let digests: Value = serde_json::from_slice(&std::fs::read(golden("sha256_f32.json")).unwrap()).unwrap();

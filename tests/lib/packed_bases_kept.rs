@@ -116,8 +116,8 @@ fn a_table_of_per_layer_inputs_is_dequantized() {
     assert_eq!(floats(&files, table), up);
 }
 
-/// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py), packed and
-/// dequantized.
+/// The values of the packages compressed-tensors, nvidia-modelopt and hqq (make_packages.py),
+/// packed and dequantized.
 #[test]
 fn weights_have_the_values_of_the_packages() {
     let file = golden("..").join("sha256_packages.json");

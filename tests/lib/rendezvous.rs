@@ -171,18 +171,25 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     for _ in 0..2 {
         let error = refusal(guest(request(1, 2), &wrong));
         assert_eq!(error.kind(), ErrorCategory::User);
-        assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
+        assert!(
+            error.to_string().contains("the secret of the joining process differs from that of rank 0"),
+            "{error}"
+        );
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
     let none = RendezvousOptions { secret: Secret::Waived, ..options(port) };
     let error = refusal(guest(request(1, 2), &none));
     assert!(
-        error.to_string().contains("rank 0 was started with a secret, the other process without"),
+        error.to_string().contains("rank 0 was started with a secret, the joining process without"),
         "{error}"
     );
     all_join(vec![first, plain_guest(1, 2, port)]);
     let lines = lines.lock().unwrap();
-    assert_eq!(lines.iter().filter(|line| line.contains("its secret differs")).count(), 1, "{lines:?}");
+    assert_eq!(
+        lines.iter().filter(|line| line.contains("the secret of the joining process differs")).count(),
+        1,
+        "{lines:?}"
+    );
     assert!(
         lines.last().unwrap().contains("3 connections") && !lines.concat().contains("canary"),
         "{lines:?}"
@@ -200,7 +207,7 @@ fn a_server_without_the_secret_is_refused() {
     write_frame(&mut stream, b"\"accepted\"");
     write_frame(&mut stream, &first_of_noise);
     let error = refusal(second);
-    assert!(error.to_string().contains("its secret differs from that"), "{error}");
+    assert!(error.to_string().contains("the secret of the joining process differs from that"), "{error}");
 }
 
 #[test]
@@ -302,7 +309,7 @@ fn rank_0_is_found_behind_ports_of_others() {
     assert_ne!(port, taken);
     all_join(vec![first, guest(request(1, 2), &several)]);
     let error = refusal(other_host);
-    assert!(error.to_string().contains("it belongs to another run"), "{error}");
+    assert!(error.to_string().contains("the joining process belongs to another run"), "{error}");
 }
 
 #[test]
@@ -370,10 +377,10 @@ fn a_changed_greeting_is_refused() {
         (
             "\"version\":4",
             "\"version\":5",
-            "rank 0 uses version 4 of the rendezvous protocol, the other process version 5",
+            "rank 0 uses version 4 of the rendezvous protocol, the joining process version 5",
         ),
-        ("true", "false", "rank 0 was started with a secret, the other process without"),
-        ("{", "{ ", "its secret differs from that of rank 0"),
+        ("true", "false", "rank 0 was started with a secret, the joining process without"),
+        ("{", "{ ", "the secret of the joining process differs from that of rank 0"),
     ] {
         let (error, lines) = changed(0, move |frame| {
             let text = String::from_utf8(frame).unwrap();
@@ -392,8 +399,14 @@ fn a_changed_handshake_is_refused() {
         frame[0] ^= 1;
         frame
     });
-    assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
-    assert!(lines.concat().contains("its secret differs from that of rank 0"), "{lines:?}");
+    assert!(
+        error.to_string().contains("the secret of the joining process differs from that of rank 0"),
+        "{error}"
+    );
+    assert!(
+        lines.concat().contains("the secret of the joining process differs from that of rank 0"),
+        "{lines:?}"
+    );
 }
 
 /// A later version may send more; this one reads the version and refuses, and both errors name both
@@ -414,7 +427,7 @@ fn another_version_is_refused_by_both_ends() {
     let error = refusal(second);
     assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
-    assert!(text.contains("rank 0 uses version 9 of the rendezvous protocol, the other process version 4"));
+    assert!(text.contains("rank 0 uses version 9 of the rendezvous protocol, the joining process version 4"));
     assert!(text.contains("start all processes with the same binary"), "{text}");
 }
 

@@ -63,8 +63,8 @@ fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f
     Ok((loss.unwrap(), engine.store.gradient_norm()?))
 }
 
-/// Asserts that `model`, cut into stages before each of these lists of layers, computes the loss and
-/// the gradients of the whole.
+/// Asserts that `model`, cut into stages before each of these lists of layers, computes the loss
+/// and the gradients of the whole.
 fn assert_stages(model: &str, cuts: &[&[usize]]) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);

@@ -1,6 +1,6 @@
 //! One run in several processes under mpirun, or started by one command, through the binary: the
-//! same bytes as in one process; inconsistent settings are refused. Without mpirun it prints that it
-//! is skipped.
+//! same bytes as in one process; inconsistent settings are refused. Without mpirun it prints that
+//! it is skipped.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -2,8 +2,8 @@
 //! stopped runs, sweeps, packed bases, measured memory, hostile rows, profiles, and the commands of
 //! the documentation.
 //!
-//! They take minutes, so `cargo test` leaves them to `cargo test --test runs` and `.ci/run`. Shorter
-//! runs of each verb are in tests/bin.
+//! They take minutes, so `cargo test` leaves them to `cargo test --test runs` and `.ci/run`.
+//! Shorter runs of each verb are in tests/bin.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]

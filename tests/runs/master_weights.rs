@@ -141,7 +141,7 @@ fn a_resumed_run_leaves_the_dtypes_of_its_base() {
 fn gradients_begin_anew_in_each_step() {
     let with_experts =
         ["tiny-gpt-oss", "tiny-gemma4-moe", "tiny-deepseek-v3", "tiny-llama4", "tiny-lfm2-moe"];
-    let others = ["tiny-llama", "tiny-qwen3-5", "tiny-gemma4-e2b", "tiny-apertus"];
+    let others = ["tiny-llama", "tiny-qwen3-5", "tiny-gemma3n", "tiny-gemma4-e2b", "tiny-apertus"];
     for model in others.into_iter().chain(with_experts) {
         let place = Place::with_model(model);
         let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();

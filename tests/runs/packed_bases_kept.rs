@@ -1,5 +1,5 @@
-//! Bases of other tools that a run keeps packed (`model.dequantize = false`), through the verbs: each
-//! works as with the dequantized base, to the bit. The golden runs are in the module `train`.
+//! Bases of other tools that a run keeps packed (`model.dequantize = false`), through the verbs:
+//! each works as with the dequantized base, to the bit. The golden runs are in the module `train`.
 
 use std::path::Path;
 
@@ -64,9 +64,9 @@ fn packed(place: &Place, output: &str, more: &[&str]) -> (Vec<f64>, String) {
     (losses(place, output), said)
 }
 
-/// Compares losses with those of a run on the dequantized base. In f32 the first is the same number;
-/// gradients of q, k and v are summed in another order, because their weights are not side by side.
-/// In bf16 small products read the values of a packed base in f32.
+/// Compares losses with those of a run on the dequantized base. In f32 the first is the same
+/// number; gradients of q, k and v are summed in another order, because their weights are not side
+/// by side. In bf16 small products read the values of a packed base in f32.
 fn compare(place: &Place, name: &str, more: &[&str], packed: &[f64], tolerance: f64) {
     place.said(&run(name, more));
     let plain = losses(place, name);

@@ -3,8 +3,9 @@
 
 use std::process::{Child, Command};
 
-/// Steps of a run that is observed in the middle, as a number and as `--set` takes it. Release builds
-/// plant no fault, and only Linux reports a stopped run: elsewhere the run must be long enough.
+/// Steps of a run that is observed in the middle, as a number and as `--set` takes it. Release
+/// builds plant no fault, and only Linux reports a stopped run: elsewhere the run must be long
+/// enough.
 pub(crate) const STEPS: usize = if STOPS { 50 } else { 300 };
 pub(crate) const MAX_STEPS: &str = if STOPS { "train.max_steps=50" } else { "train.max_steps=300" };
 const STOPS: bool = cfg!(all(debug_assertions, target_os = "linux"));

@@ -1,6 +1,6 @@
-//! Golden models and runs of all families. Those of the second set are in tests/golden/families, made
-//! by tests/golden/scripts/make_families.py; those in packed formats are in tests/golden/qbases, made
-//! by make_qbases.py and trim_qbases.py there.
+//! Golden models and runs of all families. Those of the second set are in tests/golden/families,
+//! made by tests/golden/scripts/make_families.py; those in packed formats are in
+//! tests/golden/qbases, made by make_qbases.py and trim_qbases.py there.
 
 use std::path::{Path, PathBuf};
 
@@ -13,17 +13,17 @@ pub(crate) fn golden_of_family(path: &str) -> PathBuf {
         .expect(path)
 }
 
-/// Returns the values of a parameter that make_families.py stores as a tensor of shape `stored`: all,
-/// or of more than 512 values every k-th of them.
+/// Returns the values of a parameter that make_families.py stores as a tensor of shape `stored`:
+/// all, or of more than 512 values every k-th of them.
 pub(crate) fn sample(values: Vec<f32>, stored: &[usize]) -> Vec<f32> {
     let (count, wanted) = (values.len(), stored.iter().product::<usize>());
     let step = if wanted == count { 1 } else { 3 * ((count / 256) | 1) };
     values.into_iter().step_by(step).collect()
 }
 
-/// Returns the names in a checkpoint of a parameter that transformers has in memory as `name`, in the
-/// order of its values. It fuses gate and up of all experts, and renames those of Mixtral and the
-/// router of Granite. `exists` tells whether a checkpoint has a name.
+/// Returns the names in a checkpoint of a parameter that transformers has in memory as `name`, in
+/// the order of its values. It fuses gate and up of all experts, and renames those of Mixtral and
+/// the router of Granite. `exists` tells whether a checkpoint has a name.
 pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     // Classes of transformers with other names than Llama's, and moved biases of routers.
     let renamed = [

@@ -227,8 +227,8 @@ pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)])
 }
 
 /// Repeats the golden run `name` on one rank in bf16 with the frozen weights multiplied in fp8, and
-/// without. Losses and gradient norms are within these relative differences of the original's. Losses
-/// have the same bits if the weights are copied from the host for each use and blocks are
+/// without. Losses and gradient norms are within these relative differences of the original's.
+/// Losses have the same bits if the weights are copied from the host for each use and blocks are
 /// recomputed, and others without fp8.
 pub(crate) fn follows_in_fp8(name: &str, limits: [f64; 2], variables: &[(&str, &str)]) {
     let place = tempfile::tempdir().unwrap();

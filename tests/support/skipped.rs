@@ -1,4 +1,4 @@
-//! Reports a check that was skipped because this machine lacks something.
+//! Reports a check that was skipped because this machine does not have what it needs.
 
 use std::io::Write;
 

@@ -151,7 +151,7 @@ pub fn check_clock(address: &Uri) -> Result<()> {
     }
     Err(Error::user(format!("cannot ask {} over https", address.host().unwrap_or_default()))
         .because("the clock of this machine is before 1970, so no certificate is valid")
-        .hint("set the clock: `date` shows it"))
+        .hint("set the clock, for example with `timedatectl set-ntp true`"))
 }
 
 /// Refuses an invalid address in the variable that ureq reads its proxy from.

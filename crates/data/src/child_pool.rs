@@ -32,7 +32,7 @@ const REFUSED: u8 = 1;
 const ANSWERED: u8 = 0;
 
 /// Number of rows that may end their child or use up their time before the pool gives up.
-const MOST_ENDED: usize = 16;
+pub(super) const MOST_ENDED: usize = 16;
 /// Total time that a run waits while it has no child and the system starts none.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval between two attempts to get a child.

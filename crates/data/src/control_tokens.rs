@@ -41,9 +41,11 @@ impl ControlTokens {
         let any = texts.iter().map(|text| regex::escape(text)).collect::<Vec<_>>().join("|");
         let pattern = |text: &str| {
             Regex::new(text).map_err(|error| {
-                Error::user("cannot look for the control tokens of the tokenizer")
+                Error::user("cannot look for the special tokens of the tokenizer")
                     .because(error.to_string())
-                    .hint("remove `data.sanitize_control_tokens`")
+                    .hint(
+                        "remove `data.sanitize_control_tokens`; special tokens in messages then keep their meaning",
+                    )
             })
         };
         let [before, after] = MARKERS;

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 
+use super::child_pool::MOST_ENDED;
 use super::encode::{Encoder, Example};
 use super::example_source::ExampleSource;
 use super::file_formats::{FileFormats, OtherFormat};
@@ -212,19 +213,26 @@ fn way_to_rows(report: &DataReport) -> String {
     length.into_iter().chain(shown).collect::<Vec<_>>().join("; ")
 }
 
+/// The reason why a process for rows of unknown origin ends.
+const OUT_OF_LIMITS: &str = "each ran out of memory, stack or time in a process with limits";
+
 /// Refuses a chat template or a tokenizer whose processes ended too often. The rows after that
 /// depend on the timing of threads, so the run does not skip them.
 fn none_has_given_up(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<()> {
     if template.is_some_and(ChatTemplate::has_given_up) {
-        return Err(Error::user("cannot use the chat template: too many chats end its process")
-            .hint("`data.chat_template` replaces the tokenizer's"));
+        return Err(Error::user(format!(
+            "cannot use the chat template: {MOST_ENDED} chats ended its process"
+        ))
+        .because(OUT_OF_LIMITS)
+        .hint("`data.chat_template` replaces the tokenizer's"));
     }
     if tokenizer.has_given_up() {
         let folder = tokenizer.folder().display();
         return Err(Error::user(format!(
-            "cannot use the tokenizer in {folder}: too many rows end its process"
+            "cannot use the tokenizer in {folder}: {MOST_ENDED} rows ended its process"
         ))
-        .hint("copy tokenizer.json from the model this one was made from"));
+        .because(OUT_OF_LIMITS)
+        .hint("copy tokenizer.json of the model that this one was made from into that folder"));
     }
     Ok(())
 }

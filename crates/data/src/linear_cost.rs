@@ -114,7 +114,8 @@ fn is_linear_part(part: &Value) -> bool {
     }
 }
 
-/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`, and is short.
+/// Returns whether a pattern matches some texts and nothing else, such as `<a>|\[b\]`, and is
+/// short.
 fn is_choice_of_texts(pattern: &str) -> bool {
     let mut characters = pattern.chars();
     let mut length = 0;

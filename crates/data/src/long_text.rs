@@ -75,7 +75,7 @@ pub(super) fn for_each_piece(
 fn no_place(text: &str) -> Error {
     Error::user(format!("cannot encode a text of {} bytes", text.len()))
         .because("its tokens depend on distant text at every position, so it cannot be cut")
-        .hint("divide it into rows")
+        .hint("divide it into rows of at most 384 KiB, which are encoded whole")
 }
 
 /// The last boundary of a character up to `at`.

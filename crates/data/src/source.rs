@@ -201,7 +201,9 @@ fn choose(
     if matches!(split, Split::Validation | Split::Test) {
         return Err(Error::user(format!("cannot find the split in {}", folder.display()))
             .because(format!("none of its files is named for {}", wanted[0].name()))
-            .hint("remove `split`, or name the file"));
+            .hint(
+                "remove `split`, give the path of one file, or rename a file, such as to validation.jsonl",
+            ));
     }
     if split == Split::Eval && files.iter().any(|path| SplitName::of(folder, path).is_some()) {
         return Err(Error::user(format!("cannot find evaluation rows in {}", folder.display()))

@@ -1,5 +1,5 @@
-//! What stands between a recipe and a run: [`loading`] opens the base model, its adapter and the
-//! data, and [`planning`] decides and describes a run. The crate `finetune` re-exports both modules.
+//! The step from a recipe to a run: [`loading`] opens the base model, its adapter and the data, and
+//! [`planning`] decides and describes a run. The crate `finetune` re-exports both modules.
 
 pub mod loading;
 pub mod planning;

@@ -57,7 +57,7 @@ section! {
     pub struct QuantizationSection "quantization" {
         /// Format of the quantized weights.
         kind: QuantKind = QuantKind::Nf4;
-        /// Weights that share one scale.
+        /// Weights that share one scale, for every kind.
         block_size: usize = 64, OneOf(&[32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0]);
         /// Quantize the scales too.
         double_quant: bool = true;

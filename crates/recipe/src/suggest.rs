@@ -1,4 +1,4 @@
-//! Suggests the key that a user probably meant.
+//! Suggests the key nearest to an unknown one.
 
 use super::Recipe;
 use super::peers::KEYS;

@@ -209,7 +209,7 @@ impl LogCommand {
             RunEnd::Stopped => ("stopped", None),
             RunEnd::Failed(error) => ("failed", Some(error.in_one_line())),
         };
-        // Written after all waiting lines: a full queue has no room for it.
+        // Written after all waiting lines: a full queue would drop it.
         let _first = self.last.set(line("end", &EndFacts { status, dropped: self.dropped, error })?);
         queue.finish(until, pulse);
         let ended = self.wait(until, pulse);

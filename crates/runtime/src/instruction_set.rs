@@ -73,7 +73,7 @@ impl InstructionSet {
 }
 
 /// Refuses a value of `FINETUNE_CPU` that names no instruction set, or one that this processor
-/// lacks.
+/// does not have.
 ///
 /// # Errors
 /// [`crate::error::ErrorCategory::User`] with the value and the accepted ones.

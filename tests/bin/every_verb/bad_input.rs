@@ -1196,7 +1196,7 @@ fn weights_that_are_not_numbers() {
     error: the numbers diverged at step 1
       caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
       caused by: this step updated nothing
-    hint: the model's files contain this value, and no training option changes that: check the files with `finetune inspect`, or download the model again
+    hint: the model's files contain this value, and no training option changes that: download the model again, or use another one
     ");
     let left = |name: &str| place.path("out").join(name).exists();
     assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");
@@ -1219,7 +1219,7 @@ fn weights_that_are_not_numbers() {
     assert_eq!(output.status.code(), Some(4));
     assert_snapshot!(place.told(&output.stderr), @"
     error: the model's logits are NaN or infinite
-    hint: check the weights with `finetune inspect`
+    hint: a weight is NaN, infinite or too large for its dtype: download the model again, or train it again
     ");
 }
 

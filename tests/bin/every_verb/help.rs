@@ -208,8 +208,8 @@ fn help_of_every_verb() {
           --format <FORMAT>      Format: hf, a folder for transformers, or gguf, a file for llama.cpp
                                  [possible values: hf, gguf]
           --type <TYPE>          Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as
-                                 stored] [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m,
-                                 q6_k]
+                                 stored; adapter: f32] [possible values: f32, f16, bf16, q8_0, q4_0,
+                                 q4_k_m, q5_k_m, q6_k]
           --revision <REVISION>  Branch, tag or commit of the model on the hub [default: main]
           --offline              Use only local files, without network access
       -q, --quiet                Print only errors and warnings
@@ -612,8 +612,8 @@ fn recipes_listed_and_shown() {
     assert_eq!(told(&["recipes"]), told(&["recipes", "list"]));
     assert_snapshot!(told(&["recipes"]), @"
     exit 0
-    quickstart            Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
-    pretrain-tiny         The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
+    quickstart            Quickstart: a LoRA adapter teaches a tiny built-in model to answer questions, without a GPU.
+    pretrain-tiny         The quickstart's base: a small llama, trained from random weights on stories of a tiny world.
     lora                  LoRA: a small adapter on a frozen model, on your own data.
     qlora                 QLoRA: a small adapter on a model whose weights are kept in 4 bits.
     qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.
@@ -663,7 +663,7 @@ fn recipes_listed_and_shown() {
     # Format of the quantized weights.
     # Accepted: "nf4", "fp4", "int8".
     # kind = "nf4"
-    # Weights that share one scale.
+    # Weights that share one scale, for every kind.
     # Accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096.
     # block_size = 64
     # Quantize the scales too.

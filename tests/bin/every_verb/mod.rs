@@ -1,4 +1,5 @@
-//! Behaviour that several verbs share: help, errors, base identity, foreign models, files, security.
+//! Behaviour that several verbs share: help, errors, base identity, foreign models, files,
+//! security.
 
 mod addresses;
 mod bad_input;

@@ -55,7 +55,7 @@ fn zero_saves_as_many_times_as_the_page_says() {
 #[test]
 fn offload_moves_as_many_bytes_as_the_page_says() {
     let said = figures(
-        r#"\(`parallel.offload = "optimizer"`\) moves (\d) bytes a trained parameter a step over PCIe"#,
+        r#"\(`parallel.offload = "optimizer"`\) moves (\d+) bytes a trained parameter a step over PCIe"#,
     );
     let planned = seven_b(&shapes(), &["parallel.strategy=fsdp", "parallel.offload=optimizer"]);
     let gbps = number(&planned["hardware"]["device"]["host_gbps"]);

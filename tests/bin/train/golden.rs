@@ -161,9 +161,9 @@ fn latent_attention_follows_transformers_and_peft() {
     follows("full_mistral4");
 }
 
-/// Heads of another width in layers of full attention, whose values are normed keys, a factor on the
-/// output of each block, experts beside an MLP; per-layer inputs, keys and values that two blocks of
-/// a kind read from an earlier one, a wider MLP in these.
+/// Heads of another width in layers of full attention, whose values are normed keys, a factor on
+/// the output of each block, experts beside an MLP; per-layer inputs, keys and values that two
+/// blocks of a kind read from an earlier one, a wider MLP in these.
 #[test]
 fn gemma4_follows_transformers_and_peft() {
     for model in ["gemma4", "gemma4-moe", "gemma4-e2b"] {
@@ -174,8 +174,8 @@ fn gemma4_follows_transformers_and_peft() {
     follows("lora_tables_gemma4-e2b");
 }
 
-/// Three hidden states of which a block computes one, a residual of low rank, gates that are cut off,
-/// layers of other widths, and a table of per-layer inputs with fewer rows than the embedding.
+/// Three hidden states of which a block computes one, a residual of low rank, gates that are cut
+/// off, layers of other widths, and a table of per-layer inputs with fewer rows than the embedding.
 #[test]
 fn gemma3n_follows_transformers_and_peft() {
     follows("lora_gemma3n");
@@ -191,8 +191,8 @@ fn gated_deltanet_follows_transformers_and_peft() {
     }
 }
 
-/// Bases in FP8, in MXFP4, and in 4 bits with groups by importance, across rows, and with zeros. The
-/// reference trains on the dequantized weights.
+/// Bases in FP8, in MXFP4, and in 4 bits with groups by importance, across rows, and with zeros.
+/// The reference trains on the dequantized weights.
 #[test]
 fn lora_on_packed_bases_follows_peft() {
     for format in ["gptq", "awq", "ct_int4", "fp8_block", "mxfp4", "gguf_q4_k"] {
@@ -256,8 +256,8 @@ fn adapters_on_a_base_in_fp8_follow_peft() {
     }
 }
 
-/// The tiny model with a recurrence amplifies rounding: bf16 alone moves its gradient norms by up to
-/// 10 %. Its gates are not in fp8.
+/// The tiny model with a recurrence amplifies rounding: bf16 alone moves its gradient norms by up
+/// to 10 %. Its gates are not in fp8.
 #[test]
 fn a_recurrence_on_a_base_in_fp8_follows_peft_within_4_percent() {
     golden_run::follows_in_fp8("lora_qwen3-5", [4e-2, 0.7], &[TWO_THREADS]);

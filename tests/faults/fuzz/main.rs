@@ -2,11 +2,11 @@
 //! bounded memory.
 //!
 //! The files are real ones with changes (see [`mutate`]), drawn from a fixed seed, so every finding
-//! is reproducible. `cargo test --test fuzz` tries some hundred of each, and five times as many with
-//! `FINETUNE_EXHAUSTIVE=1`. `FINETUNE_FUZZ_SECS=600
-//! cargo test --test fuzz -- --nocapture` continues for that many seconds with each parser and
-//! prints the number of files, the slowest one, and the most memory that one took. An input that
-//! ends the process (no stack, no memory) stays in the folder that is printed first.
+//! is reproducible. `cargo test --test fuzz` tries some hundred of each, and five times as many
+//! with `FINETUNE_EXHAUSTIVE=1`. `FINETUNE_FUZZ_SECS=600 cargo test --test fuzz -- --nocapture`
+//! continues for that many seconds with each parser and prints the number of files, the slowest
+//! one, and the most memory that one took. An input that ends the process (no stack, no memory)
+//! stays in the folder that is printed first.
 //!
 //! [`bombs`] and [`long_text`] try inputs that no change of a real file produces: templates that
 //! would exhaust memory or time, and texts large enough for memory to matter.

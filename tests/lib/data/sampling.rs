@@ -299,7 +299,8 @@ impl ExampleSource for Grouped {
     }
 }
 
-/// Pairs share a micro-batch, in their order, whatever is shuffled or packed; a row without a group goes where it likes.
+/// Pairs share a micro-batch, in their order, whatever is shuffled or packed; a row without a group
+/// goes where it likes.
 #[test]
 fn a_group_stays_in_one_micro_batch() {
     let rows: Vec<(usize, Option<u32>)> =

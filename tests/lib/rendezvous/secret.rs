@@ -36,7 +36,10 @@ fn processes_of_one_user_meet_and_those_of_another_are_refused() {
     for intruder in [&other, &waived] {
         let error = refusal(guest(request(1, 2), intruder));
         assert_eq!(error.kind(), ErrorCategory::User);
-        assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
+        assert!(
+            error.to_string().contains("the secret of the joining process differs from that of rank 0"),
+            "{error}"
+        );
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
     // A process with a given secret, which rank 0 does not have.

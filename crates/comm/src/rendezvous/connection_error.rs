@@ -65,14 +65,14 @@ impl std::fmt::Display for Refusal {
         match self {
             Refusal::Version { rank_0, other } => write!(
                 f,
-                "rank 0 uses version {rank_0} of the rendezvous protocol, the other process version {other}"
+                "rank 0 uses version {rank_0} of the rendezvous protocol, the joining process version {other}"
             ),
-            Refusal::Run => write!(f, "it belongs to another run"),
-            Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the other process without"),
+            Refusal::Run => write!(f, "the joining process belongs to another run"),
+            Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the joining process without"),
             Refusal::NoSecretAtRank0 => {
-                write!(f, "rank 0 was started without a secret, the other process with one")
+                write!(f, "rank 0 was started without a secret, the joining process with one")
             }
-            Refusal::Secret => write!(f, "its secret differs from that of rank 0"),
+            Refusal::Secret => write!(f, "the secret of the joining process differs from that of rank 0"),
         }
     }
 }

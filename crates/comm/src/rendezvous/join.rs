@@ -201,7 +201,7 @@ fn find(master: &Master, options: &RendezvousOptions) -> Result<Connection> {
                 format!("rendezvous failed: no answer from rank 0 at `{}` within {waited}", master.address);
             return Err(Error::new(ErrorCategory::Transient, what)
                 .because(last)
-                .hint("see the output of rank 0, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"));
+                .hint("see the output of rank 0, or wait longer, in seconds: `FINETUNE_RDZV_TIMEOUT=900`"));
         }
         sleep(pause.min(left));
         pause = (2 * pause).min(Duration::from_secs(1));

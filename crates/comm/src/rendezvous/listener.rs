@@ -150,7 +150,10 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
                     ErrorCategory::Transient,
                     format!("cannot find the master address `{name}`"),
                 )
-                .because(error.to_string()));
+                .because(error.to_string())
+                .hint(
+                    "name a host that every process can resolve: `MASTER_ADDR=HOST` or `--master-addr HOST`",
+                ));
             }
             Err(_) => sleep(Duration::from_millis(500).min(until.saturating_duration_since(Instant::now()))),
         }

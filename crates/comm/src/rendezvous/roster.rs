@@ -165,8 +165,9 @@ impl Roster {
                 units::duration(timeout.as_secs_f64())
             ),
             causes: causes.iter().map(|text| printable(text, MAX_CAUSE)).collect(),
-            hint: "see the output of the missing ranks, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"
-                .to_owned(),
+            hint:
+                "see the output of the missing ranks, or wait longer, in seconds: `FINETUNE_RDZV_TIMEOUT=900`"
+                    .to_owned(),
         })
     }
 

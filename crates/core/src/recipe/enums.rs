@@ -143,7 +143,7 @@ choices! {
 choices! {
     /// Format of a data set's rows.
     pub enum DataFormat {
-        /// Detected from the first rows and printed.
+        /// Detected from the rows and printed.
         Auto = "auto",
         /// `messages` of `role` and `content`, the format of OpenAI.
         Messages = "messages",

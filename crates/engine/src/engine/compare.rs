@@ -106,7 +106,9 @@ fn compare_all(models: &[Compared<'_>], batches: impl Iterator<Item = Batch>) ->
         sums.rows += batch.segments.len() as u64;
     }
     if sums.tokens == 0 {
-        return Err(Error::user("cannot compare two models on this data").because("no row has a target"));
+        return Err(Error::user("cannot compare two models on this data")
+            .because("no token of these rows is trained")
+            .hint("`finetune data` shows the trained tokens of each row"));
     }
     if ![sums.kl_sum, sums.effect_kept, sums.effect].into_iter().all(f64::is_finite) {
         return Err(Error::user("cannot compare two models on this data")
@@ -204,8 +206,8 @@ mod tests {
         assert_eq!((top(&p), top(&q)), (1, 0));
     }
 
-    /// The second model has a quarter of the first one's change and something else, both with shifts
-    /// of all logits.
+    /// The second model has a quarter of the first one's change and something else, both with
+    /// shifts of all logits.
     #[test]
     fn shares_are_the_definition() {
         let base = vec![1.0f32, 2.0, 3.0, 4.0];

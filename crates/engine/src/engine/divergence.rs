@@ -147,12 +147,12 @@ fn whose_loss(bad: &[usize], ranks: usize) -> Option<String> {
 fn hint(holder: BadValueHolder, number: u64) -> &'static str {
     match holder {
         BadValueHolder::FrozenWeight => {
-            "the model's files contain this value, and no training option changes that: check the files with \
-             `finetune inspect`, or download the model again"
+            "the model's files contain this value, and no training option changes that: download \
+             the model again, or use another one"
         }
         BadValueHolder::TrainedWeight if number == 1 => {
-            "the model's files contain this value, because no step has changed it yet: check the files with \
-             `finetune inspect`, or download the model again"
+            "the model's files contain this value, because no step has changed it yet: download \
+             the model again, or use another one"
         }
         BadValueHolder::Nothing => {
             "all values are finite when they are computed again: check the memory and the processor of the rank that the \

@@ -70,10 +70,12 @@ impl DeadSteps {
             ErrorCategory::Diverged,
             format!("the model is dead at step {step}: it learns nothing"),
         )
-        .because(format!("the loss was exactly {loss} and the gradient norm 0 in the last {DEAD_STEPS} steps"))
+        .because(format!(
+            "the loss was exactly {loss} and the gradient norm 0 in the last {DEAD_STEPS} steps"
+        ))
         .hint(
-            "check the trained tokens with `finetune data`, the weights with `finetune inspect`, and the values of \
-                 `adapter.lora_alpha` and `optimizer.learning_rate`",
+            "check the trained tokens with `finetune data`, and the values of `adapter.lora_alpha` and \
+                 `optimizer.learning_rate`; if the files of the model hold only zeros, download it again",
         ))
     }
 }

@@ -161,7 +161,9 @@ fn draw(weights: &[f32], random: &mut impl Rng) -> Result<u32> {
 fn check_finite(logits: &[f32]) -> Result<()> {
     if logits.iter().any(|&logit| logit.is_nan() || logit == f32::INFINITY) {
         return Err(Error::new(ErrorCategory::Diverged, "the model's logits are NaN or infinite")
-            .hint("check the weights with `finetune inspect`"));
+            .hint(
+                "a weight is NaN, infinite or too large for its dtype: download the model again, or train it again",
+            ));
     }
     Ok(())
 }

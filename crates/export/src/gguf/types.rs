@@ -251,8 +251,8 @@ mod tests {
         assert_eq!(more(32), [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
     }
 
-    /// `use_more_bits(qs.i_attention_wv, qs.n_attention_wv)` of llama-quant.cpp for LFM2-1.2B: values
-    /// number 2 and 5 of 6 get more bits, and by layers 0, 1, 4, 7, 10, 13, 14, 15 of 16.
+    /// `use_more_bits(qs.i_attention_wv, qs.n_attention_wv)` of llama-quant.cpp for LFM2-1.2B:
+    /// values number 2 and 5 of 6 get more bits, and by layers 0, 1, 4, 7, 10, 13, 14, 15 of 16.
     #[test]
     fn values_count_alone_and_down_projections_by_layer() {
         let mut names: Vec<String> = [2, 5, 8, 10, 12, 14].map(|at| format!("blk.{at}.attn_v.weight")).into();

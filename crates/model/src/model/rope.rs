@@ -211,12 +211,13 @@ impl Rope {
 
     /// Refuses settings with frequencies or a factor that are not finite or are negative.
     fn check(&self, name: &str) -> Result<()> {
-        let frequencies = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
-        if frequencies.into_iter().all(|number| number.is_finite() && *number >= 0.0) {
+        let mut numbers = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
+        let Some(number) = numbers.find(|number| !number.is_finite() || **number < 0.0) else {
             return Ok(());
-        }
-        Err(Error::user(format!("cannot compute angles from `rope_scaling` of type \"{name}\""))
-            .because("accepted: numbers that give finite, non-negative frequencies and attention factor"))
+        };
+        Err(Error::user(format!("cannot compute angles from `rope_scaling` of type \"{name}\"")).because(format!(
+            "its numbers give {number} as a frequency or attention factor; accepted: finite ones of 0 or above"
+        )))
     }
 
     fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {

@@ -70,7 +70,10 @@ impl DeliveryThread {
     /// Waits for the delivery of queued alarms, at most until `until`.
     pub(super) fn finish(self, until: Instant, pulse: &dyn Fn()) {
         if !self.queue.finish(until, pulse) {
-            self.terminal.warn(format!("not all alarms had reached {} when the run was over", self.name));
+            self.terminal.warn(format!(
+                "not all alarms had reached {} when the run was over; alerts.jsonl has all of them",
+                self.name
+            ));
         }
     }
 }

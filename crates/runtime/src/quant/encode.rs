@@ -345,8 +345,8 @@ mod tests {
         values.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
     }
 
-    /// Small changes keep most scales; large ones need new ones. All are better than the old values,
-    /// and no code is farther from its value than its neighbours.
+    /// Small changes keep most scales; large ones need new ones. All are better than the old
+    /// values, and no code is farther from its value than its neighbours.
     #[test]
     fn other_values_get_the_nearest_codes() {
         for matrix in matrices() {

@@ -103,7 +103,7 @@ const E2M1: [f32; 8] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0];
 /// Returns the blocks of MXFP4 that have exactly these values.
 ///
 /// # Errors
-/// Internal: there are none.
+/// Internal: no such blocks exist.
 fn mxfp4_blocks(values: &[f32]) -> Result<Vec<u8>> {
     let blocks: Result<Vec<Vec<u8>>> = values.chunks(BlockType::MXFP4.elements()).map(mxfp4_block).collect();
     Ok(blocks?.concat())
@@ -240,8 +240,8 @@ mod tests {
         values.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
     }
 
-    /// The root of the mean squared error, as a share of that of the values, is at most about the one
-    /// of the widths of the codes.
+    /// The root of the mean squared error, as a share of that of the values, is at most about the
+    /// one of the widths of the codes.
     #[test]
     fn every_type_is_near_the_values() {
         let values = noise(4096);
@@ -273,7 +273,8 @@ mod tests {
         rounded(("t", ""), values, 512, kind).expect("finite")
     }
 
-    /// Values of the blocks keep every byte; others are at least as near as with old scales or new ones.
+    /// Values of the blocks keep every byte; others are at least as near as with old scales or new
+    /// ones.
     #[test]
     fn blocks_change_with_their_values_alone() {
         let values = noise(4096);

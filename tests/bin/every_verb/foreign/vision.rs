@@ -68,8 +68,8 @@ fn mistral_small_4_is_a_text_part_too() {
     assert!(warnings.contains("`mistral3`"), "{warnings}");
 }
 
-/// Gemma 4 E2B has an audio tower, and its files have keys and values for the blocks that read those
-/// of another block too.
+/// Gemma 4 E2B has an audio tower, and its files have keys and values for the blocks that read
+/// those of another block too.
 #[test]
 fn gemma4_e2b_is_a_text_part_beside_audio() {
     let place = place("tiny-gemma4-e2b");

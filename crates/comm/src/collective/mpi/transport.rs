@@ -68,7 +68,7 @@ impl MpiTransport {
     /// which waits for all processes.
     ///
     /// # Errors
-    /// MPI was started before, lacks thread support, or has other processes than `launch`.
+    /// MPI was started before, does not support threads, or has other processes than `launch`.
     pub(super) fn start(launch: &Launch, deadline: Duration) -> Result<MpiTransport> {
         let cannot = || Error::user("cannot start MPI");
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {

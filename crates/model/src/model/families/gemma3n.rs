@@ -146,7 +146,7 @@ fn deviations_of_layers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<V
 
 fn one_for_each(key: &str, count: usize, sizes: &ModelSizes) -> Error {
     Error::user(format!("`{key}` has {count} entries"))
-        .because(format!("num_hidden_layers is {}", sizes.num_layers))
+        .because(format!("accepted: {}, one for each layer (num_hidden_layers)", sizes.num_layers))
 }
 
 /// Returns the quantile of the normal distribution at `share`, above 0 and at most 0.999999, as

@@ -166,8 +166,8 @@ pub fn devices() -> Result<Vec<DeviceSheet>> {
 }
 
 /// Returns the device that a driver calls `name`, such as "NVIDIA H100 80GB HBM3". Returns none if
-/// the table lacks that exact form: cards of the same name for another slot, or for laptops, are
-/// slower.
+/// the table does not have that exact form: cards of the same name for another slot, or for
+/// laptops, are slower.
 ///
 /// # Errors
 /// An internal error: the table is malformed.

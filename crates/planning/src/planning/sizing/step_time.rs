@@ -35,11 +35,12 @@ pub(super) const ENDS: f64 = 0.02;
 pub(super) const UPDATED: f64 = 8.0 + 2.0 + 4.0 + 16.0;
 /// Bytes that moments in 8 bits save.
 const INT8_LESS: f64 = 12.0;
-/// Bytes a second of host memory for the update of offloaded states, for all devices of a host.
-const HOST_UPDATE: f64 = 100e9;
-/// Bytes per weight that an update on the host moves over the bus: its f32 gradient to the host,
-/// its bf16 value back.
-const OFFLOADED: f64 = 4.0 + 2.0;
+/// Bytes per weight that an update with offloaded states moves over the bus: its f32 value and both
+/// moments to the device, and back.
+const OFFLOADED: f64 = 2.0 * (4.0 + 8.0);
+/// Bytes per weight more with offloaded parameters: the gradient to the host after the backward,
+/// and to the device for the update, in f32.
+const OFFLOADED_GRADIENT: f64 = 2.0 * 4.0;
 /// Seconds that the host takes to launch a kernel (estimated, 6 to 8 µs; not yet measured on a
 /// GPU).
 const LAUNCH: f64 = 7e-6;
@@ -266,12 +267,13 @@ pub(super) fn update(
         StateDtype::Int8 => (INT8_LESS, rates.update_int8),
         StateDtype::F32 => (0.0, rates.update),
     };
-    let bytes = mine * (UPDATED - less);
-    if recipe.parallel.offload == Offload::None {
-        return (bytes / rate, 0.0);
-    }
-    let copies = mine * OFFLOADED / (hardware.device.host_gbps * 1e9);
-    (bytes * hardware.per_host as f64 / HOST_UPDATE, copies)
+    let moved = match recipe.parallel.offload {
+        Offload::None => 0.0,
+        // Adapters and their gradients stay on the device.
+        Offload::Params if recipe.adapter.is_none() => OFFLOADED - less + OFFLOADED_GRADIENT,
+        Offload::Optimizer | Offload::Params => OFFLOADED - less,
+    };
+    (mine * (UPDATED - less) / rate, mine * moved / (hardware.device.host_gbps * 1e9))
 }
 
 /// Returns the seconds of everything that a rank sends.

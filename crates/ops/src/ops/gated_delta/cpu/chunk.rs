@@ -143,7 +143,7 @@ impl ValueChunk {
         chunk
     }
 
-    /// Returns a chunk with these gates and their decays, and room for the rest.
+    /// Returns a chunk with these gates and their decays, and memory for the rest.
     fn decayed(gates: Vec<TokenGate>, dim: usize) -> Self {
         let len = gates.len();
         let mut sum = 0.0;
