@@ -22,11 +22,11 @@ const PARTS: u32 = 8;
 /// A pass over a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockPass {
-    /// Its forward.
+    /// The forward of the block.
     Forward,
     /// The forward again, for backward.
     Recompute,
-    /// Its backward.
+    /// The backward of the block.
     Backward,
 }
 

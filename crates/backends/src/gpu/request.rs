@@ -10,11 +10,11 @@ use crate::error::Result;
 pub enum Request {
     /// A kernel, its threads and its arguments.
     Launch {
-        /// The kernel.
+        /// The kernel that runs.
         kernel: Kernel,
-        /// Its threads.
+        /// The threads of the launch.
         shape: LaunchShape,
-        /// Its arguments.
+        /// The arguments, in their order.
         args: Vec<Arg>,
     },
     /// A product of matrices.

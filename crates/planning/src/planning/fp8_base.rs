@@ -15,17 +15,6 @@ use crate::recipe::Recipe;
 use crate::recipe::enums::BaseProducts;
 use crate::runtime::device;
 
-/// The frozen weights that a step multiplies in fp8.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Fp8Weights<'a> {
-    /// Their names; none if no weight is multiplied so.
-    pub(super) names: Option<&'a BTreeSet<String>>,
-    /// True if their codes are kept; else each use quantizes them.
-    pub(super) kept: bool,
-    /// True if a product multiplies by the scales itself; else its sums are f32.
-    pub(super) scales_rows: bool,
-}
-
 /// Returns the names of the weights that the run multiplies in fp8 while they are frozen.
 pub(super) fn weights(recipe: &Recipe, config: &ModelConfig) -> Arc<BTreeSet<String>> {
     match recipe.train.base_products {

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use candle_core::DType;
 
 use super::cuda_graphs::held_bytes;
-use super::fp8_base::Fp8Weights;
+use super::fp8_weights::Fp8Weights;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{
     BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, Values, WeightShape,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::carried::carried_bytes;
-use super::fp8_base::Fp8Weights;
+use super::fp8_weights::Fp8Weights;
 use super::gpu_memory::{GpuStep, Workspace, nccl_bytes};
 use super::loss_path::LossPath;
 use super::moment::{MomentBytes, for_a_moment};

@@ -22,6 +22,7 @@ mod describe;
 mod fingerprint;
 mod fit;
 mod fp8_base;
+mod fp8_weights;
 mod global_batch;
 mod good_sense;
 mod gpu_memory;

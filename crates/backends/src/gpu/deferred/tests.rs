@@ -11,7 +11,7 @@ use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_host_vec};
 
 thread_local! {
-    /// What the driver of this thread ran: names with their last argument, and calls of graphs.
+    /// The requests of this thread: names with their last argument, and calls of graphs.
     static LOG: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     /// The launch that fails, by its name.
     static FAILS: RefCell<&'static str> = const { RefCell::new("") };
