@@ -818,6 +818,7 @@ fn recipes_listed_and_shown() {
     base_products = "dtype"
     # Launch each pass over a block as one CUDA graph on a GPU: faster where launches take
     # longer than their work, as with small models and few tokens. The results are the same.
+    # Accepted: true, false.
     cuda_graphs = false
 
     # The optimizer that applies gradients.
