@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::work_table::{Figures, is_on_the_page};
-use super::{Mode, RUN, Run, load_model};
+use super::{Mode, Run, load_model};
 
 /// A published model, how it is trained, and the blocks that repeat.
 struct Model {
@@ -39,7 +39,7 @@ impl Model {
     fn figures(&self) -> Figures {
         let whole = config(self.name);
         let layers = usize::try_from(whole["num_hidden_layers"].as_u64().unwrap()).unwrap();
-        let run = Run { mode: self.mode, ..RUN };
+        let run = Run { mode: self.mode, recompute: false, dropout: 0.0, accumulation: 1 };
         let of = |periods: usize| {
             let mut config = whole.clone();
             config["num_hidden_layers"] = (periods * self.period).into();

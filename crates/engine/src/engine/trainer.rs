@@ -12,8 +12,8 @@ use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{DropoutContext, ExpertBalance};
 use crate::objectives::{CrossEntropy, ExpertLoad, LossSums, MetricSum, Objective, StepSums};
+use crate::ops::BlockGraphs;
 use crate::ops::stochastic_rounding::StochasticRounding;
-use crate::ops::{BlockGraphs, GraphCounts};
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::parallel::{Bucket, BucketEntry, LrGroup, OffloadTarget};
 use crate::recipe::enums::{Recompute, StateDtype};
@@ -118,11 +118,6 @@ impl Trainer {
     #[must_use]
     pub fn with_objective(self, objective: Arc<dyn Objective>) -> Self {
         Trainer { objective, ..self }
-    }
-
-    /// Returns the calls of the graphs of its blocks, if it has them.
-    pub fn graph_counts(&self) -> Option<GraphCounts> {
-        self.graphs.as_ref().map(BlockGraphs::counts)
     }
 
     /// Returns the largest number of values that an update had on the device at once; 0 if nothing
