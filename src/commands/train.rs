@@ -140,6 +140,8 @@ fn print_plan(plan: &Plan, terminal: &Terminal) {
     plan.held_out_report().iter().for_each(|report| terminal.line(format!("held out: {report}")));
     plan.dataset_loader.warnings().iter().for_each(|text| terminal.warn(text));
     warn_without_kernels(terminal, &plan.engine, &plan.base.config);
+    let graphs = plan.engine.without_graphs(plan.recipe.train.cuda_graphs);
+    graphs.into_iter().for_each(|text| terminal.warn(&text));
     terminal.line(plan.describe());
     plan.warnings().iter().for_each(|text| terminal.warn(text));
 }

@@ -49,6 +49,7 @@ pub fn trainer(
         } else {
             SaveAssignment::RoundRobin
         },
+        has_graphs: plan.recipe.train.cuda_graphs,
     };
     let objective = objectives::objective(&plan.recipe.objective);
     let mut trainer = Trainer::new(engine, options)?.with_objective(objective);

@@ -93,6 +93,21 @@ fn a_base_in_fp8_follows() {
     }
 }
 
+/// Runs whose blocks are launched as graphs have the bits of launches one by one.
+#[test]
+fn graphs_of_blocks_have_the_bits_of_single_launches() {
+    for name in ["lora_qwen2", "qlora", "full"] {
+        follows_in_bf16(name, &[(FORWARD, None), (SHUFFLED, Some("train.cuda_graphs=true"))]);
+    }
+}
+
+/// Each rank has the graphs of its own blocks, whose weights are gathered between them.
+#[test]
+fn ranks_with_graphs_follow_transformers() {
+    let split = Split { ranks: 2, strategy: "fsdp", shard_size: None };
+    follows_as("full", split, &["--set", "train.cuda_graphs=true"], &[FORWARD]);
+}
+
 /// Gemma 2 and 3: two norms in each half of a block, soft-caps and windows.
 #[test]
 fn both_gemmas_have_the_logits_of_transformers() {

@@ -5,12 +5,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "../support/address_pool.rs"]
+mod address_pool;
+mod graphs;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/logits.rs"]
 mod logits;
 mod panels;
 
-use std::alloc::{GlobalAlloc, Layout, System};
+use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -26,7 +29,7 @@ use finetune::model::{
     TokenMixerWeights, parameters,
 };
 use finetune::objectives::CrossEntropy;
-use finetune::ops::{record, selftest};
+use finetune::ops::{BlockGraphs, record, selftest};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::recipe::{AdapterSection, TargetModules};
 use finetune::runtime::TensorMut;
@@ -40,22 +43,22 @@ struct KeepingAllocator;
 
 static KEEPS: AtomicBool = AtomicBool::new(false);
 
-// SAFETY: all calls go to the system's allocator, or leave memory allocated.
+// SAFETY: all calls go to an allocator, or leave memory allocated.
 unsafe impl GlobalAlloc for KeepingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: by this function's contract.
-        unsafe { System.alloc(layout) }
+        unsafe { address_pool::alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: by this function's contract.
-        unsafe { System.alloc_zeroed(layout) }
+        unsafe { address_pool::alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         if !KEEPS.load(Relaxed) {
             // SAFETY: by this function's contract.
-            unsafe { System.dealloc(memory, layout) }
+            unsafe { address_pool::dealloc(memory, layout) }
         }
     }
 }
@@ -109,6 +112,8 @@ struct Blocks {
     drops: bool,
     /// The number of the step.
     step: Cell<u64>,
+    /// The graphs of the blocks, if they have them.
+    graphs: Option<BlockGraphs>,
 }
 
 impl Blocks {
@@ -128,7 +133,7 @@ impl Blocks {
         let shape = [TOKENS, engine.config.hidden_size];
         let (x, dy) = (normal("x", &shape, dtype), normal("dy", &shape, dtype));
         let (drops, step) = (dropout > 0.0, Cell::new(0));
-        let blocks = Blocks { engine, batch, x, dy, recompute, drops, step };
+        let blocks = Blocks { engine, batch, x, dy, recompute, drops, step, graphs: None };
         blocks.refill("first");
         blocks
     }
@@ -163,6 +168,7 @@ impl Blocks {
             dropout: self.drops.then(dropout),
             balance: None,
             last: true,
+            graphs: self.graphs.as_ref(),
         };
         let input = StageInput { hidden: self.x.clone(), carried: Carried::new(None) };
         let (output, state) = self.engine.forward(&stage, batch, Some(input), step)?;

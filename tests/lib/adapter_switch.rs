@@ -45,6 +45,7 @@ fn trained(engine: Engine) -> Result<Engine> {
         max_grad_norm: None,
         recompute: Recompute::None,
         save_assignment: SaveAssignment::Rank0,
+        has_graphs: false,
         ..default
     };
     let mut trainer = Trainer::new(engine, options)?;

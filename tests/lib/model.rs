@@ -120,7 +120,15 @@ fn engine(name: &str, attention: Attention, trains: Trains<'_>) -> Engine {
 
 /// A micro-batch that is a whole step, without dropout.
 fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
-    MicroStep { objective: &CrossEntropy, scale, recompute, dropout: None, balance: None, last: true }
+    MicroStep {
+        objective: &CrossEntropy,
+        scale,
+        recompute,
+        dropout: None,
+        balance: None,
+        last: true,
+        graphs: None,
+    }
 }
 
 fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {

@@ -102,6 +102,7 @@ fn trainer_of(
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::Rank0,
+        has_graphs: false,
     };
     Trainer::new(engine, options)
 }
@@ -289,6 +290,7 @@ fn the_memory_plan_counts_each_tensor() {
             bf16_copy: false,
             fp8: &std::collections::BTreeSet::new(),
             scales_rows: true,
+            graphs: false,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };

@@ -23,7 +23,15 @@ fn batch() -> Batch {
 }
 
 fn micro_step(recompute: Recompute) -> MicroStep<'static> {
-    MicroStep { objective: &CrossEntropy, scale: 0.1, recompute, dropout: None, balance: None, last: true }
+    MicroStep {
+        objective: &CrossEntropy,
+        scale: 0.1,
+        recompute,
+        dropout: None,
+        balance: None,
+        last: true,
+        graphs: None,
+    }
 }
 
 /// The loss and the norm of the gradients, by stages that are cut before these layers.

@@ -26,6 +26,7 @@ pub(crate) fn trainer_options() -> TrainerOptions {
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::RoundRobin,
+        has_graphs: false,
     }
 }
 

@@ -8,6 +8,7 @@ use crate::mat_view::MatView;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::PlainElement;
+use crate::runtime::deferred::issue_deferred;
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
 #[derive(Clone, Copy)]
@@ -100,7 +101,10 @@ impl Addend<'_> {
             Addend::Nothing => return Ok(false),
             Addend::Destination => {}
             Addend::Matrix(matrix) if matrix.dims() == dst.tensor.dims() => copy_into(dst.tensor, matrix)?,
-            Addend::Matrix(matrix) => dst.tensor.slice_set(matrix, 1, dst.start)?,
+            Addend::Matrix(matrix) => {
+                issue_deferred()?;
+                dst.tensor.slice_set(matrix, 1, dst.start)?;
+            }
         }
         Ok(true)
     }

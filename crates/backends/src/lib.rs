@@ -8,10 +8,7 @@ pub mod mat_view;
 pub mod packed_gemm;
 pub mod simd;
 
-// Only the drivers of GPUs have locks.
-use finetune_core::error;
-#[cfg(any(feature = "cuda", feature = "kernel-emu"))]
-use finetune_core::locks;
 #[cfg(test)]
 use finetune_core::recipe;
+use finetune_core::{error, locks};
 use finetune_runtime::{instruction_set, quant, rounding, runtime};

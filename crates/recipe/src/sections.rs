@@ -181,6 +181,9 @@ section! {
         /// in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on
         /// GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
         base_products: BaseProducts = BaseProducts::Dtype;
+        /// Launch each pass over a block as one CUDA graph on a GPU: faster where launches take
+        /// longer than their work, as with small models and few tokens. The results are the same.
+        cuda_graphs: bool = false;
     }
 }
 

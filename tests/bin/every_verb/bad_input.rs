@@ -363,6 +363,25 @@ fn bases_that_cannot_be_in_fp8() {
 }
 
 #[test]
+fn blocks_without_cuda_graphs() {
+    let place = Place::new();
+    let graphs = ["--set", "train.cuda_graphs=true"];
+    assert_snapshot!(no_run(&place, &[&graphs[..], &["--set", "adapter.kind=dora"]].concat()), @r#"
+    exit 1
+    error: cannot launch the model's blocks as CUDA graphs (`train.cuda_graphs`)
+      caused by: a graph holds finetune's kernels and products alone, and no kernel divides DoRA's magnitudes
+    hint: write `kind = "lora"` under `[adapter]`, or remove `cuda_graphs`
+    "#);
+    copy_folder(&golden("families/models/tiny-olmo2"), &place.path("model"));
+    assert_snapshot!(no_run(&place, &graphs), @"
+    exit 1
+    error: cannot launch the model's blocks as CUDA graphs (`train.cuda_graphs`)
+      caused by: a graph holds finetune's kernels and products alone, and every block of the model has other operations on tensors, such as experts, gates or norms of whole queries
+    hint: remove `cuda_graphs`
+    ");
+}
+
+#[test]
 fn weights_that_cannot_be_quantized() {
     let text = no_run_with_tensors_and(&["--set", "quantization.kind=nf4"], |tensors| {
         let data = &mut tensor(tensors, "model.layers.1.mlp.up_proj.weight").3;

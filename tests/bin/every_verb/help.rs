@@ -816,6 +816,10 @@ fn recipes_listed_and_shown() {
     # GPUs from compute capability 8.9 on. Adapters, routers, embedding and head stay in bf16.
     # Accepted: "dtype", "fp8".
     base_products = "dtype"
+    # Launch each pass over a block as one CUDA graph on a GPU: faster where launches take
+    # longer than their work, as with small models and few tokens. The results are the same.
+    # Accepted: true, false.
+    cuda_graphs = false
 
     # The optimizer that applies gradients.
     [optimizer]

@@ -9,6 +9,7 @@ use std::marker::PhantomData;
 use candle_core::{CpuStorage, Storage, Tensor};
 use half::bf16;
 
+use super::held::hold;
 use crate::column_view::ColumnView;
 use crate::error::{Error, Result};
 
@@ -115,7 +116,9 @@ impl<T: KernelElement> ElementAddress<'_, T> {
     /// Returns all elements of a contiguous tensor.
     fn all(tensor: &Tensor) -> Result<Self> {
         let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
-        Ok(Self::new(address::<T>(tensor)?, 1, len, len))
+        let value = address::<T>(tensor)?;
+        hold(value, tensor);
+        Ok(Self::new(value, 1, len, len))
     }
 
     /// Returns columns of a contiguous matrix.
@@ -123,6 +126,7 @@ impl<T: KernelElement> ElementAddress<'_, T> {
         let (rows, width) = view.tensor.dims2()?;
         let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
         let value = address::<T>(view.tensor)? + bytes(view.start);
+        hold(value, view.tensor);
         Ok(Self::new(value, rows as u64, bytes(view.len), bytes(width)))
     }
 }

@@ -252,7 +252,7 @@ impl GemmLibrary for CublasLt {
 
 /// Returns whether the library multiplies codes of e4m3 by scales of their rows on GPUs of this
 /// compute capability: from CUDA 12.9 on, on Hopper alone ("FP8 Data Types Usage" of its manual).
-pub fn scales_rows(capability: (i32, i32)) -> bool {
+pub(super) fn scales_rows(capability: (i32, i32)) -> bool {
     // SAFETY: the function has no arguments and reads a constant.
     cfg!(row_scales) && capability == (9, 0) && unsafe { sys::cublasLtGetVersion() } >= 120_900
 }
@@ -260,7 +260,7 @@ pub fn scales_rows(capability: (i32, i32)) -> bool {
 impl Cublas {
     /// # Errors
     /// Fails if cuBLAS does not start, or no memory is available for its workspace.
-    pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+    pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let failed = |error: String| Error::of_device("cannot start cuBLAS", &error);
         // SAFETY: algorithms write the workspace before they read it.
         let workspace = requested(GEMM_WORKSPACE, || {
@@ -279,7 +279,7 @@ impl Cublas {
     ///
     /// # Errors
     /// Fails if cuBLAS has no algorithm for it, or does not launch it.
-    pub fn multiply(&mut self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
+    pub(super) fn multiply(&mut self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
         let failed = |error: CublasError| {
             let size = gemm.size();
             Error::of_device(format!("cannot multiply matrices, m, n, k of {size:?}"), &format!("{error:?}"))

@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverErr
 use super::beside::{TwoQueues, WorkBeside, launch_beside};
 use super::cublas::{Cublas, scales_rows};
 use super::queue_limit::QueueLimit;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
+use super::{Arg, DeviceGraph, Driver, Gemm, Kernel, LaunchShape, Request, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::locks::locked;
 use crate::runtime::device_memory::with_room;
@@ -54,6 +54,8 @@ pub(crate) struct CudaDriver {
     queue: Mutex<QueueLimit<CudaEvent>>,
     /// The driver of the second queue, started at its first use.
     second: OnceLock<&'static CudaDriver>,
+    /// A stream without work, on which products are captured for graphs.
+    captures: OnceLock<Arc<CudaStream>>,
 }
 
 /// Handles of the CUDA driver, which live as long as the process.
@@ -64,7 +66,7 @@ struct Loaded {
 }
 
 #[derive(Clone, Copy)]
-struct DriverHandle<T>(*mut T);
+pub(super) struct DriverHandle<T>(pub(super) *mut T);
 
 // SAFETY: CUDA driver handles may be used from any thread; the driver synchronizes access itself.
 unsafe impl<T> Send for DriverHandle<T> {}
@@ -84,7 +86,7 @@ impl fmt::Debug for CudaDriver {
 
 /// Returns the driver of the stream of `device`, created at the first call; none for GPUs older
 /// than the code.
-pub fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
+pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     /// Keyed by the address of the stream, which is fixed for the life of the process.
     static DRIVERS: Mutex<Vec<(DriverHandle<sys::CUstream_st>, &'static CudaDriver)>> =
         Mutex::new(Vec::new());
@@ -108,6 +110,7 @@ pub fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
             cublas: Mutex::default(),
             queue: Mutex::default(),
             second: OnceLock::new(),
+            captures: OnceLock::new(),
         }));
         drivers.push((key, driver));
         driver
@@ -142,7 +145,7 @@ fn failed(stream: &CudaStream, waits: bool, doing: &str, error: &DriverError) ->
 }
 
 impl CudaDriver {
-    fn failed(&self, doing: String, error: DriverError) -> Error {
+    pub(super) fn failed(&self, doing: String, error: DriverError) -> Error {
         failed(&self.stream, self.waits, &doing, &error)
     }
 
@@ -178,8 +181,36 @@ impl CudaDriver {
                 cublas: Mutex::default(),
                 queue: Mutex::default(),
                 second: OnceLock::new(),
+                captures: OnceLock::new(),
             }))
         }))
+    }
+
+    /// Returns the stream on which products are captured.
+    pub(super) fn capture_stream(&self) -> Result<&Arc<CudaStream>> {
+        if let Some(stream) = self.captures.get() {
+            return Ok(stream);
+        }
+        let stream = self.stream.context().new_stream();
+        let stream = stream.map_err(|error| self.failed("start a stream for captures".to_owned(), error))?;
+        Ok(self.captures.get_or_init(|| stream))
+    }
+
+    /// Launches or captures a product on `stream`.
+    pub(super) fn multiply_on(&self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
+        self.cublas(&mut locked(&self.cublas))?.multiply(stream, gemm)
+    }
+
+    /// Launches a graph of so many launches and products.
+    pub(super) fn launch_graph(&self, graph: sys::CUgraphExec, requests: usize) -> Result<()> {
+        self.bind()?;
+        self.with_room(PlannedFailure::Module, || {
+            // SAFETY: the graph is alive. Its addresses are those of tensors that are freed on this
+            // stream, after the graph (`deferred.rs`).
+            let launched = unsafe { sys::cuGraphLaunch(graph, self.stream.cu_stream()) };
+            launched.result().map_err(|error| self.failed("start a graph".to_owned(), error))
+        })?;
+        (0..requests).try_for_each(|_| self.queued())
     }
 
     /// Counts a launch or a product, and waits if the queue is too long.
@@ -189,12 +220,16 @@ impl CudaDriver {
         limited.map_err(|error| self.failed("finish earlier kernels".to_owned(), error))
     }
 
-    fn bind(&self) -> Result<()> {
+    pub(super) fn bind(&self) -> Result<()> {
         self.stream.context().bind_to_thread().map_err(|error| self.failed("compute".to_owned(), error))
     }
 
     /// Returns the function of `kernel`, permitted to use `shared_bytes` of dynamic shared memory.
-    fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<DriverHandle<sys::CUfunc_st>> {
+    pub(super) fn function(
+        &self,
+        kernel: &Kernel,
+        shared_bytes: u32,
+    ) -> Result<DriverHandle<sys::CUfunc_st>> {
         let mut loaded = locked(&self.loaded);
         let mut function = match loaded.functions.get(kernel.name) {
             Some(function) => *function,
@@ -333,6 +368,15 @@ impl Driver for CudaDriver {
         let queues = Queues { first: self, second: self.second()? };
         let end = launch_beside(&queues, || work(queues.second))?;
         Ok(Some(Box::new(End { of: end, first: self.stream.clone(), waits: self.waits })))
+    }
+
+    fn graph(&'static self, requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        // With a wait behind each launch, an error names its kernel.
+        if self.waits {
+            return Ok(None);
+        }
+        let graph = self.with_room(PlannedFailure::Module, || self.chain(requests))?;
+        Ok(Some(Box::new(graph)))
     }
 
     fn preload(&self) -> Result<()> {

@@ -17,8 +17,9 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
+use super::host_graph::HostGraph;
 use super::recorder::{record_begin, record_end, record_launch, record_product, record_upload};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside, launch_text};
+use super::{Arg, DeviceGraph, Driver, Gemm, Kernel, LaunchShape, Request, WorkBeside, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::quant::E4M3;
 use crate::runtime::device_memory::with_room;
@@ -163,6 +164,10 @@ impl Driver for Emulator {
             launches.run()?;
         }
         Ok(Some(Box::new(launches)))
+    }
+
+    fn graph(&'static self, requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        Ok(Some(Box::new(HostGraph { driver: self, requests: requests.to_vec() })))
     }
 
     fn record_upload(&self, bytes: usize) {

@@ -46,7 +46,7 @@ impl GemmElement {
 }
 
 /// A column-major matrix in device memory.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMatrix {
     /// The address and the accessible memory.
     pub arg: Arg,
@@ -185,6 +185,22 @@ impl Gemm {
         let gemm = Gemm { a, b, transposed, operands, c, d, result, alpha, beta, scales: None };
         gemm.check()?;
         Ok(gemm)
+    }
+
+    /// Returns whether both multiply the same memory in the same way: all numbers have equal bits.
+    pub(super) fn is_same(&self, other: &Gemm) -> bool {
+        let numbers = |gemm: &Gemm| [gemm.alpha, gemm.beta].map(f32::to_bits);
+        let memory = |gemm: &Gemm| (gemm.a, gemm.b, gemm.c, gemm.d, gemm.scales);
+        self.is_alike(other) && numbers(self) == numbers(other) && memory(self) == memory(other)
+    }
+
+    /// Returns whether both have the same sizes, types and form.
+    pub(super) fn is_alike(&self, other: &Gemm) -> bool {
+        let matrices = |gemm: &Gemm| {
+            [gemm.a, gemm.b, gemm.c, gemm.d].map(|matrix| (matrix.rows, matrix.cols, matrix.leading))
+        };
+        let form = |gemm: &Gemm| (gemm.transposed, gemm.operands, gemm.result, gemm.scales.is_some());
+        matrices(self) == matrices(other) && form(self) == form(other)
     }
 
     /// Returns m, n and k: rows and columns of the result, and elements of each sum.

@@ -12,23 +12,31 @@
 
 mod args;
 mod beside;
+mod block_graphs;
 mod constant;
 #[cfg(feature = "cuda")]
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cuda_driver;
+#[cfg(feature = "cuda")]
+mod cuda_graph;
+mod deferred;
 #[cfg(feature = "kernel-emu")]
 pub mod emulator;
 mod gemm;
 #[cfg(any(feature = "cuda", test))]
 mod gemm_plans;
+mod held;
 #[cfg(feature = "kernel-emu")]
 pub mod host_driver;
+#[cfg(feature = "kernel-emu")]
+mod host_graph;
 mod preload;
 #[cfg(any(feature = "cuda", feature = "kernel-emu"))]
 mod queue_limit;
 #[cfg(feature = "kernel-emu")]
 mod recorder;
+mod request;
 mod transfer;
 #[cfg(feature = "kernel-emu")]
 mod work_counter;
@@ -39,13 +47,17 @@ use half::bf16;
 use self::args::KernelValue;
 pub use self::args::{Arg, In, InOut, KernelElement, Out};
 pub use self::beside::WorkBeside;
+pub use self::block_graphs::{BlockGraphs, BlockPass, GraphCounts};
 pub use self::constant::constant;
+use self::deferred::issue_before_candle;
+pub use self::deferred::{HELD_BYTES, is_deferring};
 pub use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
 pub use self::host_driver::count_process;
 pub use self::preload::preload;
 #[cfg(feature = "kernel-emu")]
 pub use self::recorder::{PanelProduct, RecordedWork, record};
+pub use self::request::{DeviceGraph, Request};
 pub use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
@@ -141,11 +153,11 @@ impl Implementation {
     /// Returns the implementation of an op on the device of `tensor`. If `is_supported`, a kernel
     /// supports its arguments.
     pub fn of(tensor: &Tensor, is_supported: bool) -> Self {
-        match driver_of(tensor).filter(|_| is_supported) {
-            Some(driver) => Implementation::Kernel(driver),
-            None if tensor.device().is_cpu() => Implementation::Cpu,
-            None => Implementation::Composed,
+        if let Some(driver) = driver_of(tensor).filter(|_| is_supported) {
+            return Implementation::Kernel(driver);
         }
+        issue_before_candle();
+        if tensor.device().is_cpu() { Implementation::Cpu } else { Implementation::Composed }
     }
 }
 
@@ -192,6 +204,14 @@ pub trait Driver: std::fmt::Debug {
         Ok(None)
     }
 
+    /// Makes a graph of requests, in this order; none if the device has no graphs. It runs nothing.
+    ///
+    /// # Errors
+    /// Fails if the driver refuses the graph, or the device has not enough memory.
+    fn graph(&'static self, _requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        Ok(None)
+    }
+
     /// Announces that the next launch is attention with this many floating-point operations.
     fn record_attention(&self, _flops: &dyn Fn() -> f64) {}
 
@@ -216,8 +236,14 @@ pub fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
     driver_on(tensor.device())
 }
 
-/// Returns the driver whose kernels compute on `device`; none if the CPU forms compute there.
+/// Returns the driver whose kernels compute on `device`; none if the CPU forms compute there. If
+/// this thread defers its launches there, the driver records them.
 pub fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
+    deferred::recording_driver(device).or_else(|| real_driver_on(device))
+}
+
+/// Returns the driver of the device itself.
+fn real_driver_on(device: &Device) -> Option<&'static dyn Driver> {
     match device {
         Device::Cpu => host_driver(),
         #[cfg(feature = "cuda")]

@@ -8,8 +8,9 @@ use std::convert::Infallible;
 use std::sync::{LazyLock, Mutex};
 
 use super::gemm::{DeviceMatrix, GemmElement};
+use super::host_graph::HostGraph;
 use super::queue_limit::QueueLimit;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, WorkBeside};
+use super::{Arg, DeviceGraph, Driver, Gemm, Kernel, LaunchShape, Request, WorkBeside};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 
@@ -30,6 +31,9 @@ pub struct GpuWork {
     pub launches_beside: u64,
     /// Number of matrix products.
     pub gemms: u64,
+    /// Calls of the driver for launches and products: one for each, or for all in a graph, and
+    /// those that change a graph.
+    pub calls: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
     /// Those of them by launches on a second queue that products hide: of a piece of work, at most
@@ -63,6 +67,7 @@ impl std::ops::Sub for GpuWork {
             launches: self.launches - before.launches,
             launches_beside: self.launches_beside - before.launches_beside,
             gemms: self.gemms - before.gemms,
+            calls: self.calls - before.calls,
             kernel_bytes: self.kernel_bytes - before.kernel_bytes,
             hidden_bytes: self.hidden_bytes - before.hidden_bytes,
             gemm_bytes: self.gemm_bytes - before.gemm_bytes,
@@ -163,6 +168,7 @@ impl WorkCounter {
     /// Counts a launch or a product in the first or the second queue.
     fn queued(&mut self, beside: bool) {
         self.busy = true;
+        self.work.calls += 1;
         let ahead = if beside { self.second.queued() } else { self.first.queued() };
         self.work.most_ahead = self.work.most_ahead.max(ahead);
     }
@@ -284,6 +290,11 @@ impl Driver for LaunchCounter {
         Ok(Some(Box::new(SecondQueue { piece })))
     }
 
+    fn graph(&'static self, requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
+        let graph = HostGraph { driver: self, requests: requests.to_vec() };
+        Ok(Some(Box::new(CountedGraph(graph))))
+    }
+
     fn record_attention(&self, flops: &dyn Fn() -> f64) {
         let flops = flops();
         with_requested(|asked| asked.work.attention_flops += flops);
@@ -300,6 +311,23 @@ impl Driver for LaunchCounter {
                 queue.finished = queue.all;
             }
         });
+    }
+}
+
+/// A graph that counts its calls.
+#[derive(Debug)]
+struct CountedGraph(HostGraph<LaunchCounter>);
+
+impl DeviceGraph for CountedGraph {
+    fn change(&mut self, at: usize, request: &Request) -> Result<bool> {
+        with_requested(|asked| asked.work.calls += request.calls_of_change());
+        self.0.change(at, request)
+    }
+
+    fn launch(&self) -> Result<()> {
+        self.0.launch()?;
+        with_requested(|asked| asked.work.calls -= self.0.requests.len() as u64 - 1);
+        Ok(())
     }
 }
 

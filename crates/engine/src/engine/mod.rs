@@ -43,11 +43,12 @@ use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::PositionTable;
 use crate::model::{
-    self, AdapterSwitch, BlockContext, DropoutContext, ExpertBalance, ModelConfig, RotaryTables,
+    self, AdapterSwitch, BlockContext, BlockWeights, DropoutContext, ExpertBalance, ModelConfig, RotaryTables,
 };
 use crate::objectives::{LossSums, Objective};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
+use crate::ops::{BlockGraphs, BlockPass};
 use crate::parallel::ParamStore;
 use crate::recipe::enums::{Attention, Recompute};
 use crate::runtime::trace::{SpanInfo, SpanKind};
@@ -82,6 +83,24 @@ pub struct MicroStep<'a> {
     pub balance: Option<&'a ExpertBalance>,
     /// True for the rank's last micro-batch of a step: reductions that wait for it start.
     pub last: bool,
+    /// The graphs of the blocks, if their launches are requested together.
+    pub graphs: Option<&'a BlockGraphs>,
+}
+
+impl MicroStep<'_> {
+    /// Computes `work`, a pass over block `layer` with these weights: by the block's graph, if the
+    /// block launches alone.
+    fn in_graph<R>(
+        &self,
+        (engine, layer, pass): (&Engine, usize, BlockPass),
+        weights: &BlockWeights,
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        match self.graphs.filter(|_| weights.launches_alone(&engine.config, layer)) {
+            Some(graphs) => graphs.run(&engine.device, layer, pass, work),
+            None => work(),
+        }
+    }
 }
 
 /// The sequences of a micro-batch and their rotary tables.

@@ -17,6 +17,7 @@ use crate::model::{
     Segment,
 };
 use crate::objectives::{ExpertLoad, LossSums, ObjectiveInput, ObjectiveOutput};
+use crate::ops::BlockPass;
 use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::Recompute;
 use crate::report::memory;
@@ -131,7 +132,8 @@ impl Engine {
             let _span = span(|| segment("forward", "block", layer));
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.after(layer))?;
-            let (y, saved) = model::forward(config, layer, &weights, &x, &context, &mut carried, None)?;
+            let forward = || model::forward(config, layer, &weights, &x, &context, &mut carried, None);
+            let (y, saved) = step.in_graph((self, layer, BlockPass::Forward), &weights, forward)?;
             self.trace_memory();
             if let Some(loads) = saved.expert_loads() {
                 experts.add_layer(&loads, batch.len());
@@ -209,12 +211,13 @@ impl Engine {
                 Checkpointed::Saved(_) => None,
             };
             let block = panels.as_ref().unwrap_or(&weights);
-            let saved = self.saved(layer, block_state, block, (&context, &state.carried))?;
+            let saved = self.saved((layer, step), block_state, block, (&context, &state.carried))?;
             store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
             let mut beside = CarriedBackward { carried: &state.carried, gradients: &mut gradients };
-            let gradient =
-                model::backward(config, layer, block, &saved, (&dx, need_dx), &context, &mut beside)?;
+            let backward =
+                || model::backward(config, layer, block, &saved, (&dx, need_dx), &context, &mut beside);
+            let gradient = step.in_graph((self, layer, BlockPass::Backward), block, backward)?;
             drop((panels, weights));
             self.trace_memory();
             store.reduce(Segment::Block(layer), step.last)?;
@@ -237,7 +240,7 @@ impl Engine {
     /// block's input.
     fn saved(
         &self,
-        layer: usize,
+        (layer, step): (usize, MicroStep<'_>),
         kept: Checkpointed,
         weights: &BlockWeights,
         (context, carried): (&BlockContext<'_>, &Carried),
@@ -246,7 +249,8 @@ impl Engine {
             Checkpointed::Saved(saved) => Ok(saved),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));
-                Ok(Box::new(model::recompute(&self.config, layer, weights, &x, context, carried)?))
+                let recompute = || model::recompute(&self.config, layer, weights, &x, context, carried);
+                Ok(Box::new(step.in_graph((self, layer, BlockPass::Recompute), weights, recompute)?))
             }
         }
     }

@@ -12,6 +12,7 @@ use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{DropoutContext, ExpertBalance};
 use crate::objectives::{CrossEntropy, ExpertLoad, LossSums, MetricSum, Objective, StepSums};
+use crate::ops::BlockGraphs;
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::parallel::{Bucket, BucketEntry, LrGroup, OffloadTarget};
@@ -39,6 +40,8 @@ pub struct TrainerOptions {
     pub recompute: Recompute,
     /// The assignment of trained tensors to the ranks that save them.
     pub save_assignment: SaveAssignment,
+    /// True if passes over blocks are launched as graphs, where their devices have them.
+    pub has_graphs: bool,
 }
 
 /// The assignment of trained tensors to the ranks that save them.
@@ -78,6 +81,8 @@ pub struct Trainer {
     pub(super) optimizer: Optimizer,
     /// The slice of a bucket that each parameter group of the optimizer updates.
     pub(super) slices: Vec<ParamSlice>,
+    /// The graphs of the blocks, if it has them.
+    graphs: Option<BlockGraphs>,
 }
 
 /// The slice of a bucket that one parameter group updates.
@@ -105,7 +110,8 @@ impl Trainer {
         } else {
             Optimizer::new(options.optimizer.clone(), all)?
         };
-        Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices })
+        let graphs = options.has_graphs.then(BlockGraphs::default);
+        Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices, graphs })
     }
 
     /// Returns the same trainer with another loss to minimize.
@@ -155,6 +161,7 @@ impl Trainer {
             dropout: Some(DropoutContext { stream, first_token: 0 }),
             balance: None,
             last: true,
+            graphs: self.graphs.as_ref(),
         };
         thread_pool::run_in_pool(&self.engine.device, || self.engine.micro_step(batch, micro_step))?;
         store.mesh().world().enter(Phase::Norm)?;
@@ -230,6 +237,7 @@ impl Trainer {
             dropout: Some(DropoutContext { stream, first_token: batch.first_token }),
             balance: None,
             last: turn + 1 == turns.len(),
+            graphs: self.graphs.as_ref(),
         };
         thread_pool::run_in_pool(&self.engine.device, || {
             let mut load = ExpertLoad::default();

@@ -144,7 +144,7 @@ pub const RULES: [BottleneckRule; 9] = [
         name: "host-bound",
         threshold: 0.98,
         change: "the GPU waits for the host to start its kernels: larger micro-batches (`train.micro_batch_size`), \
-                 `data.packing = true`, or a processor with a faster core",
+                 `data.packing = true`, `train.cuda_graphs = true`, or a processor with a faster core",
         measure: host,
     },
     BottleneckRule {

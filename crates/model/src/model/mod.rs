@@ -20,6 +20,7 @@ mod embedding;
 mod families;
 mod fp8_base;
 mod init;
+mod launches_alone;
 mod layout;
 mod linear;
 mod linear_in_fp8;

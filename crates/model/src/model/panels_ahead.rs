@@ -13,8 +13,8 @@ use std::cell::RefCell;
 use candle_core::{DType, Tensor};
 
 use crate::error::Result;
-use crate::ops::has_kernels;
 use crate::ops::matmul_quantized::{PanelAhead, Quantized};
+use crate::ops::{has_kernels, is_deferring};
 use crate::runtime::optional_memory::OptionalMemory;
 
 /// The matrices of one panel, stacked.
@@ -40,7 +40,9 @@ pub(super) struct PanelsAhead<'a> {
 impl<'a> PanelsAhead<'a> {
     /// Describes a pass with `products` over activations like `x`.
     pub(super) fn new(products: impl Iterator<Item = PanelWeights<'a>>, x: &Tensor) -> Self {
-        let products = products.filter(|_| has_kernels(x.device())).collect();
+        // The second queue would overtake deferred launches.
+        let is_ahead = has_kernels(x.device()) && !is_deferring(x.device());
+        let products = products.filter(|_| is_ahead).collect();
         let next = OptionalMemory::new(|(_, panel): (usize, PanelAhead)| panel.give_back());
         PanelsAhead { products, dtype: x.dtype(), next }
     }

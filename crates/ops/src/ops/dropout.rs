@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::deferred::issue_deferred;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::{SpanInfo, span};
 
@@ -40,6 +41,7 @@ pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     {
         return cuda::dropout(driver, x, site);
     }
+    issue_deferred()?;
     let (rows, width) = dims2(x)?;
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; rows * width];

@@ -46,7 +46,9 @@ pub mod stochastic_rounding;
 mod svd;
 pub mod xielu;
 
-pub use crate::backends::gpu::{GEMM_WORKSPACE, has_kernels, preload};
+pub use crate::backends::gpu::{
+    BlockGraphs, BlockPass, GEMM_WORKSPACE, GraphCounts, HELD_BYTES, has_kernels, is_deferring, preload,
+};
 #[cfg(feature = "kernel-emu")]
 pub use crate::backends::gpu::{GpuWork, PanelProduct, RecordedWork, count_process, record, requested_work};
 pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

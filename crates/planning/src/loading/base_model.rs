@@ -175,6 +175,13 @@ impl EngineOptions {
         })
     }
 
+    /// Returns a warning if the device has no graphs although a run `wants` them.
+    pub fn without_graphs(&self, wants: bool) -> Option<String> {
+        (wants && self.device.is_cpu() && !has_kernels(&self.device)).then(|| {
+            "`train.cuda_graphs` has no effect on a CPU: operations run at once, without launches".to_owned()
+        })
+    }
+
     /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };

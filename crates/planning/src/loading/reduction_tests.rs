@@ -60,6 +60,7 @@ fn trainer_options(recompute: Recompute) -> TrainerOptions {
         seed: 0,
         recompute,
         save_assignment: SaveAssignment::RoundRobin,
+        has_graphs: false,
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
+use super::cuda_graphs;
 use super::fp8_base;
 use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, available};
 use super::memory_parts::MemoryParts;
@@ -123,9 +124,10 @@ impl StepInputs<'_> {
     /// Refuses what a run of `recipe` with this strategy cannot compute.
     ///
     /// # Errors
-    /// No operation would read the bf16 copy; the run cannot multiply in fp8.
+    /// No operation would read the bf16 copy; no block has a graph; the run cannot multiply in fp8.
     pub fn check(&self, recipe: &Recipe, strategy: ShardingStrategy) -> Result<()> {
         bf16_copy::check(recipe, self.engine, strategy)?;
+        cuda_graphs::check(recipe, &self.base.config)?;
         fp8_base::check(recipe, &self.base.config, self.engine)
     }
 
@@ -356,6 +358,7 @@ fn how<'a>(
         bf16_copy: engine.bf16_copy,
         fp8: &engine.fp8,
         scales_rows: Fp8Rows::scaled_in_product(&engine.device),
+        graphs: recipe.train.cuda_graphs,
         frozen_ranks: if engine.traits.on_host() { engine.frozen.ranks() } else { 1 },
         objective: objectives::objective(&recipe.objective).cost(),
     })

@@ -1,10 +1,12 @@
 //! Peak transient GPU memory of a step. Freed buffers are reused, so only tensors that live at the
 //! same time count.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use candle_core::DType;
 
+use super::cuda_graphs::held_bytes;
+use super::fp8_weights::Fp8Weights;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{
     BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, Values, WeightShape,
@@ -27,17 +29,6 @@ pub(super) fn nccl_bytes(strategy: ShardingStrategy, mesh: MeshShape, descs: &[P
     COMMUNICATOR * communicator_count(strategy, mesh, trained) as u64
 }
 
-/// The frozen weights that a step multiplies in fp8.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Fp8Weights<'a> {
-    /// Their names; none if no weight is multiplied so.
-    pub(super) names: Option<&'a BTreeSet<String>>,
-    /// True if their codes are kept; else each use quantizes them.
-    pub(super) kept: bool,
-    /// True if a product multiplies by the scales itself; else its sums are f32.
-    pub(super) scales_rows: bool,
-}
-
 /// One micro-batch on its way through the blocks of a model.
 pub(super) struct GpuStep<'a> {
     config: &'a ModelConfig,
@@ -56,14 +47,16 @@ pub(super) struct GpuStep<'a> {
     keeps_codes: bool,
     /// True if a product in fp8 multiplies by the scales itself.
     scales_rows: bool,
+    /// True if the blocks that can be are launched as graphs.
+    has_graphs: bool,
 }
 
 /// Peak bytes of transient tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Workspace {
-    /// With the panels that a second queue makes ahead.
+    /// With the panels that a second queue makes ahead, and the results that graphs hold.
     pub(super) all: u64,
-    /// Without them: a run makes none ahead if its memory is short.
+    /// Without them: a run does without if its memory is short.
     pub(super) required: u64,
 }
 
@@ -82,6 +75,8 @@ impl Workspace {
 /// A block as far as it decides transient memory.
 #[derive(PartialEq)]
 struct BlockShape {
+    /// True if a graph can hold its launches.
+    launches_alone: bool,
     layers: Vec<LinearLayer>,
     token_mixer: TokenMixer,
     experts: Option<Experts>,
@@ -137,6 +132,7 @@ impl<'a> GpuStep<'a> {
                 })
             };
             BlockShape {
+                launches_alone: config.launches_alone(block),
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
                 token_mixer: config.blocks[block].token_mixer,
                 experts: config.blocks[block].channel_mixer.experts().copied(),
@@ -167,7 +163,13 @@ impl<'a> GpuStep<'a> {
             in_bf16: dtype == DType::BF16,
             keeps_codes: fp8.kept,
             scales_rows: fp8.scales_rows,
+            has_graphs: false,
         }
+    }
+
+    /// Returns the same step with graphs of blocks, or without.
+    pub(super) fn with_graphs(self, has_graphs: bool) -> Self {
+        GpuStep { has_graphs, ..self }
     }
 
     /// Returns the peak bytes beside the kept activations, which are the same during the loss and
@@ -178,8 +180,8 @@ impl<'a> GpuStep<'a> {
         Workspace { all, required }
     }
 
-    /// Returns the peak with or without panels that are made ahead.
-    fn peak(&self, recompute: Recompute, saved: &[SavedBytes], has_panels_ahead: bool) -> u64 {
+    /// Returns the peak with or without panels that are made ahead and results that graphs hold.
+    fn peak(&self, recompute: Recompute, saved: &[SavedBytes], is_all: bool) -> u64 {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
@@ -190,8 +192,12 @@ impl<'a> GpuStep<'a> {
             Recompute::Block => 0,
         };
         let of_block = |(shape, last): &(BlockShape, usize)| {
+            let has_graph = self.has_graphs && shape.launches_alone;
+            let has_panels_ahead = is_all && !has_graph;
             let temporaries = BlockStep { step: self, shape, keeps_panels, has_panels_ahead }.temporaries();
-            temporaries.saturating_sub(freed(*last) as u64)
+            let widths = shape.layers.iter().map(|layer| layer.out + layer.inputs).sum();
+            let held = if has_graph && is_all { held_bytes(self.rows(widths)) } else { 0 };
+            (temporaries + held).saturating_sub(freed(*last) as u64)
         };
         let temporaries = self.blocks.iter().map(of_block).max().unwrap_or(0);
         GEMM_WORKSPACE as u64 + loss.max(temporaries)

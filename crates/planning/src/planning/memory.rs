@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::carried::carried_bytes;
-use super::gpu_memory::{Fp8Weights, GpuStep, Workspace, nccl_bytes};
+use super::fp8_weights::Fp8Weights;
+use super::gpu_memory::{GpuStep, Workspace, nccl_bytes};
 use super::loss_path::LossPath;
 use super::moment::{MomentBytes, for_a_moment};
 use crate::collective::Phase;
@@ -45,7 +46,7 @@ pub struct MemoryPlan {
     /// flight.
     pub in_flight: u64,
     /// Part of `workspace` that a run does without if its memory is short: dequantized matrices
-    /// that a GPU makes ahead of their products.
+    /// that a GPU makes ahead of their products, and results that graphs hold.
     pub optional: u64,
     /// Bytes of a chunk's logits, which are in the workspace during the loss.
     pub logits: u64,
@@ -263,11 +264,12 @@ impl<'a> MicroBatchTensors<'a> {
             kept: options.keeps_codes(),
             scales_rows: options.scales_rows,
         };
-        let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths, fp8);
+        let names = dequantized(descs, options);
+        let step = || GpuStep::new(config, &names, adapter_setup, widths, fp8).with_graphs(options.graphs);
         let saved = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
         });
-        MicroBatchTensors { config, tokens, saved, on_gpu: (!options.on_host).then(gpu_step) }
+        MicroBatchTensors { config, tokens, saved, on_gpu: (!options.on_host).then(step) }
     }
 }
 
@@ -316,6 +318,8 @@ pub struct MemoryOptions<'a> {
     pub fp8: &'a BTreeSet<String>,
     /// True if products in fp8 multiply by the scales of rows themselves.
     pub scales_rows: bool,
+    /// True if passes over blocks are launched as graphs on a GPU.
+    pub graphs: bool,
     /// The objective's own work and memory.
     pub objective: ObjectiveCost,
 }
@@ -519,6 +523,7 @@ mod tests {
             bf16_copy: false,
             fp8: &BTreeSet::new(),
             scales_rows: true,
+            graphs: false,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };
@@ -563,6 +568,7 @@ mod tests {
                 bf16_copy: false,
                 fp8: &BTreeSet::new(),
                 scales_rows: true,
+                graphs: false,
                 frozen_ranks: 1,
                 on_host: false,
                 objective: ObjectiveCost::default(),

@@ -160,6 +160,7 @@ mod tests {
             bf16_copy: false,
             fp8,
             scales_rows: true,
+            graphs: false,
             frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         }

@@ -17,10 +17,12 @@
 mod bf16_copy;
 mod carried;
 mod changes;
+mod cuda_graphs;
 mod describe;
 mod fingerprint;
 mod fit;
 mod fp8_base;
+mod fp8_weights;
 mod global_batch;
 mod good_sense;
 mod gpu_memory;

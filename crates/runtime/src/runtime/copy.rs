@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::TensorMut;
 use super::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use super::deferred::issue_deferred;
 use super::device_memory::{allocated, allocated_by_candle};
 use super::device_queue::{finish_upload, wait_for};
 use super::trace::{SpanInfo, SpanKind, span};
@@ -21,6 +22,7 @@ const CHUNK: usize = 1 << 14;
 /// # Errors
 /// A tensor is not contiguous, or an operation of the device fails.
 pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
+    issue_deferred()?;
     let _span = span(|| {
         let name = if dst.dtype() == x.dtype() { "copy" } else { "cast" };
         SpanInfo::op(name).dims(x.dims()).moves(&[x, dst])
@@ -46,6 +48,9 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
 /// # Errors
 /// The device has too little memory, or does not convert to the dtype.
 pub fn converted(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if x.dtype() != dtype || !x.is_contiguous() {
+        issue_deferred()?;
+    }
     let bytes = x.elem_count() * dtype.size_in_bytes();
     allocated_by_candle(x.device(), bytes, || x.to_dtype(dtype)?.contiguous())
 }
@@ -55,6 +60,7 @@ pub fn converted(x: &Tensor, dtype: DType) -> Result<Tensor> {
 /// # Errors
 /// The device has too little memory, or the parts do not match.
 pub fn stacked(parts: &[&Tensor]) -> Result<Tensor> {
+    issue_deferred()?;
     let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };
     let bytes = parts.iter().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum();
     allocated_by_candle(first.device(), bytes, || Tensor::cat(parts, 0))
@@ -69,6 +75,7 @@ pub fn stacked(parts: &[&Tensor]) -> Result<Tensor> {
 /// # Panics
 /// A range exceeds the columns of `x`.
 pub fn columns_of(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
+    issue_deferred()?;
     let (rows, width) = dims2(x)?;
     let out: usize = columns.iter().map(Range::len).sum();
     let bytes = rows * out * x.dtype().size_in_bytes();
@@ -100,6 +107,7 @@ pub fn columns_of(x: &Tensor, columns: &[Range<usize>]) -> Result<Tensor> {
 /// # Errors
 /// The device has too little memory, or a copy fails.
 pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
+    issue_deferred()?;
     if x.device().same_device(device) {
         return Ok(x.clone());
     }
@@ -139,6 +147,7 @@ pub fn to_host_vec<T: WithDType>(x: &Tensor) -> Result<Vec<T>> {
 /// # Errors
 /// `x` is not contiguous, or an operation of the device fails.
 pub fn zero(x: &TensorMut) -> Result<()> {
+    issue_deferred()?;
     let _span = span(|| SpanInfo::op("zero").dims(x.dims()).moves(&[x]));
     if !x.device().is_cpu() {
         return Ok(x.zero_set()?);

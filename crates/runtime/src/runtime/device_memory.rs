@@ -10,6 +10,7 @@ use std::fmt;
 
 use candle_core::Device;
 
+use super::deferred::issue_deferred;
 use super::gpu_pool::make_room;
 use super::optional_memory::release_optional;
 use super::planned_failure::PlannedFailure;
@@ -48,7 +49,12 @@ fn allocated_as<T, E: Into<Error>>(
     mut make: impl FnMut() -> Result<T, E>,
 ) -> Result<T> {
     let make = || -> Result<T> { make().map_err(Into::into) };
-    requested(bytes, || with_room(kind, || make_room(device), make))
+    let room = || {
+        // Deferred work holds the memory of tensors that were dropped.
+        issue_deferred()?;
+        make_room(device)
+    };
+    requested(bytes, || with_room(kind, room, make))
 }
 
 /// Runs `make`, which allocates on a device what the caller can do without. Returns none if the GPU

@@ -15,6 +15,7 @@ use candle_core::Device;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
+use super::deferred::issue_deferred;
 use crate::error::Result;
 
 /// Number of questions before the first pause; each takes about a microsecond.
@@ -37,6 +38,7 @@ impl QueueMark {
     /// # Errors
     /// An operation of the device failed.
     pub fn new(device: &Device) -> Result<QueueMark> {
+        issue_deferred()?;
         #[cfg(feature = "cuda")]
         return Ok(QueueMark {
             event: match device {
@@ -67,6 +69,7 @@ impl QueueMark {
 /// # Errors
 /// An operation of the device failed.
 pub fn wait_for(device: &Device) -> Result<()> {
+    issue_deferred()?;
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
         return Ok(wait_for_stream(&device.cuda_stream()).map_err(candle_core::Error::wrap)?);

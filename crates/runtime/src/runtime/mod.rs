@@ -7,6 +7,7 @@ pub mod clock;
 pub mod copy;
 mod copy_steps;
 pub mod cpu_tensor;
+pub mod deferred;
 pub mod device;
 pub mod device_memory;
 pub mod device_queue;

@@ -18,6 +18,7 @@ pub use super::rotary::Heads;
 use crate::backends::gpu::driver_of;
 use crate::error::Result;
 use crate::recipe::enums::Attention;
+use crate::runtime::deferred::issue_deferred;
 use crate::runtime::trace::{SpanInfo, span};
 
 pub(super) mod cases;
@@ -145,6 +146,7 @@ pub fn attention(
     {
         return cuda::forward(driver, qkv, spans, kind);
     }
+    issue_deferred()?;
     match algorithm {
         Attention::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
         Attention::Flash => reference::forward(qkv, spans, kind, COMPOSED_TILE),
@@ -172,6 +174,7 @@ pub fn attention_backward(
     {
         return cuda::backward(driver, qkv, attended, dout, spans, kind);
     }
+    issue_deferred()?;
     match algorithm {
         Attention::Flash if dout.device().is_cpu() => cpu::backward(qkv, attended, dout, spans, kind),
         Attention::Flash => reference::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),

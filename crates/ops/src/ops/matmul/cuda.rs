@@ -7,6 +7,7 @@ use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::backends::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::error::Result;
 use crate::runtime::TensorMut;
+use crate::runtime::deferred::issue_deferred;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
 const COLUMNS: usize = 128;
@@ -30,7 +31,10 @@ pub(super) fn matmul(
             let [m, n, _] = gemm.size();
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
-        _ => reference(dst, a, b, form, alpha, addend),
+        _ => {
+            issue_deferred()?;
+            reference(dst, a, b, form, alpha, addend)
+        }
     }
 }
 
