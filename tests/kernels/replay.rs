@@ -7,6 +7,9 @@
 
 #[path = "../support/address_pool.rs"]
 mod address_pool;
+#[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/exhaustive.rs"]
+mod exhaustive;
 mod graphs;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/logits.rs"]
