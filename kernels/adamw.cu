@@ -1,6 +1,6 @@
 // AdamW (arXiv 1711.05101) over all pieces of parameters in one launch, with moments in f32
-// (src/ops/adamw.rs) or in 8 bits (src/ops/adamw_int8.rs, arXiv 2110.02861): the operations in the
-// same order, so the bits are the CPU's.
+// (crates/ops/src/ops/adamw.rs) or in 8 bits (crates/ops/src/ops/adamw_int8.rs, arXiv 2110.02861):
+// the operations in the same order, so the bits are the CPU's.
 //
 // A piece is a row of WORDS numbers in device memory: the addresses of its values, gradients and
 // moments, its length, and the group of its rates. `first_block` assigns blocks to pieces: piece i
@@ -52,7 +52,7 @@ template <class W, class H> DEVICE inline void load4_of(float (&x)[4], W wide, H
 }
 
 // Parameters: f32 values with or without bf16 copies, or bf16 values only, which are rounded at
-// random as in src/ops/stochastic_rounding.rs.
+// random as in crates/ops/src/ops/stochastic_rounding.rs.
 struct Parameter {
     // Null if absent.
     InOut<float> wide;
@@ -164,8 +164,8 @@ DEVICE inline void one_value(Parameter param, Gradient gradient, InOut<float> me
     square.store(at, v);
 }
 
-// A dynamic map with its index for the nearest code (DynamicMap of src/quant/codes.rs), in shared
-// memory.
+// A dynamic map with its index for the nearest code (DynamicMap of
+// crates/runtime/src/quant/codes.rs), in shared memory.
 struct DynamicMap {
     // 256 values, then 256 limits.
     Shared<float> map;

@@ -1,7 +1,7 @@
 // Attention, forward: O = softmax(S) V and each row's log-sum-exp, S = scale Q K^T (capped if a
 // soft-cap is set), over packed sequences. FlashAttention-2, arXiv 2307.08691, algorithm 1: it
 // loops over tiles of keys and values, updates the maximum and the sum of each row, and stores
-// nothing of size S x S. src/ops/attention has the definition.
+// nothing of size S x S. crates/ops/src/ops/attention has the definition.
 //
 // A block computes one tile of queries of one head. The next tile of K loads during the products
 // with V, and the next V during those with K. Rows are 16-byte aligned: starts and strides of q, k

@@ -1,6 +1,6 @@
 // A learned logit per query head, the sink, in the denominator of attention's softmax: the output
 // of attention without it, and each row's log-sum-exp, become those with it.
-// src/ops/attention_sinks holds the definition.
+// crates/ops/src/ops/attention_sinks holds the definition.
 //
 // out is [rows, heads * width], lse [heads, rows] f32, sinks [heads]. A warp processes a head of a
 // row.

@@ -1,5 +1,5 @@
 // A depthwise causal convolution of three or four taps over packed sequences, then perhaps SiLU,
-// and its gradients. src/ops/causal_conv holds the definition.
+// and its gradients. crates/ops/src/ops/causal_conv holds the definition.
 //
 // A thread processes one column and the rows of its block. `places`: [rows, 2] holds the number of
 // rows of the same sequence before and after each row; before is NO_SPAN outside all sequences.

@@ -184,7 +184,7 @@ DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
 
 // ---- random numbers -----------------------------------------------------------------------------
 
-// The hash of src/runtime/rng.rs, bit-identical.
+// The hash of crates/runtime/src/runtime/rng.rs, bit-identical.
 constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;
 
 // SplitMix64's finalizer (doi:10.1145/2660193.2660195) with a third round.

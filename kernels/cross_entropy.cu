@@ -1,7 +1,7 @@
 // The loss of rows of logits and their gradient in place: loss = -log softmax(logits)[target],
 // gradient = factor * (softmax - onehot), as in Liger and Cut Cross Entropy (arXiv 2411.09009);
-// src/ops/cross_entropy.rs has the definition. With a cap the logits are cap * tanh(logit / cap)
-// first. Logits and sums are f32.
+// crates/ops/src/ops/cross_entropy.rs has the definition. With a cap the logits are cap *
+// tanh(logit / cap) first. Logits and sums are f32.
 //
 // One block of 512 threads per row, which reads the row twice: for the largest logit and the sum of
 // exponentials (each thread updates both in one pass, arXiv 1805.02867), then for the gradient. A

@@ -17,7 +17,7 @@ constexpr int THREADS = 256;
 // Number of 16-byte stores of a thread.
 constexpr int STORES = 4;
 
-// Scales that share an outer scale (NESTED_BLOCK of src/quant).
+// Scales that share an outer scale (NESTED_BLOCK of crates/runtime/src/quant).
 constexpr int NESTED_BLOCK = 256;
 
 enum Codes { FOUR_BITS, EIGHT_BITS, ROWS };

@@ -1,5 +1,6 @@
 // Dropout with a mask computed from (stream, token, column): y = x * keep / (1 - p). The mask
-// equals that of src/ops/dropout.rs bit for bit; the backward is the same kernel on the gradient.
+// equals that of crates/ops/src/ops/dropout.rs bit for bit; the backward is the same kernel on the
+// gradient.
 #include "compat.cuh"
 
 namespace {

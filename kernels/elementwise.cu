@@ -1,6 +1,6 @@
 // Elementwise operations: sums of two tensors, products with a number, biases, DoRA's factors of
 // columns, gathered rows. f32 inside, each result rounded once, so the results are bit-identical to
-// src/ops/elementwise.rs, matmul.rs and dora.rs.
+// crates/ops/src/ops/elementwise.rs, matmul.rs and dora.rs.
 //
 // Blocks have 256 threads. Accesses are 16 bytes (8 for bf16 beside f32) if addresses and pitches
 // allow them.

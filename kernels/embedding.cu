@@ -1,6 +1,6 @@
 // Token embedding: rows of the table times a factor, the table's gradient, and columns of A for
-// LoRA on it. Sums have the order of src/ops/embedding.rs, token by token, so the results are
-// bit-identical to the CPU's.
+// LoRA on it. Sums have the order of crates/ops/src/ops/embedding.rs, token by token, so the
+// results are bit-identical to the CPU's.
 //
 // For gradients the host sorts the positions of tokens by id, equal ids in the order of the batch:
 // `places` lists them, `ids` the distinct ids, and id i has places[starts[i]] to places[starts[i +

@@ -1,6 +1,6 @@
 // A mixture of experts around its products: the router's choice of experts for each token and its
-// gradient, the weights of the experts' rows, and the sums of each token's rows. src/ops/experts
-// holds the definitions.
+// gradient, the weights of the experts' rows, and the sums of each token's rows.
+// crates/ops/src/ops/experts holds the definitions.
 #include "compat.cuh"
 
 namespace {

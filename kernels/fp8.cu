@@ -1,5 +1,5 @@
 // Products in fp8 (e4m3): rows to codes with a scale each, codes transposed, and the scales of the
-// rows of both operands, for GPUs whose products take none. src/ops/matmul_fp8 holds the
+// rows of both operands, for GPUs whose products take none. crates/ops/src/ops/matmul_fp8 holds the
 // definition. All bits are those of the CPU's code there.
 #include "compat.cuh"
 
@@ -17,8 +17,8 @@ constexpr int V = 16;
 
 DEVICE inline float magnitude(float x) { return bits_to_float(float_to_bits(x) & 0x7fffffffu); }
 
-// Returns the code of the value of e4m3 nearest to x, ties to even, as to_e4m3 of src/quant: finite
-// values saturate, a NaN stays one.
+// Returns the code of the value of e4m3 nearest to x, ties to even, as to_e4m3 of
+// crates/runtime/src/quant: finite values saturate, a NaN stays one.
 DEVICE inline uint32_t to_e4m3(float x) {
     // The last place of 2^14 is 2^-9, the distance of the values below 2^-6.
     constexpr float COARSE = 16384.0f, LEAST_NORMAL = 0.015625f;

@@ -1,6 +1,6 @@
 // The gated delta rule over packed sequences, token by token in f32, and its gradients.
-// src/ops/gated_delta holds the definition; symbols: K key heads, V value heads, a state S: [Dk,
-// Dv].
+// crates/ops/src/ops/gated_delta holds the definition; symbols: K key heads, V value heads, a state
+// S: [Dk, Dv].
 //
 //   S = S * decay;  missing = v - S^T k;  S = S + k (beta missing)^T;  o = S^T q
 //

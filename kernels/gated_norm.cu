@@ -1,5 +1,5 @@
 // RMSNorm of each head times the SiLU of a gate, and its gradients: y = x / rms(x) * weight *
-// silu(z). src/ops/gated_norm holds the definition.
+// silu(z). crates/ops/src/ops/gated_norm holds the definition.
 //
 // A warp processes a unit: one head of one row, `width` values. x and dy are contiguous; z and dz
 // have their own number of values a row.

@@ -1,9 +1,9 @@
 // Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
 // their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate), with h in place of dh.
-// src/ops/glu holds the definition, also that of the clamped product of alternating columns. One
-// thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else one value. The
-// activations without a gate, h = act(x) and dx = dh * act'(x) with h in place of dh, are defined
-// in src/ops/activation.
+// crates/ops/src/ops/glu holds the definition, also that of the clamped product of alternating
+// columns. One thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else
+// one value. The activations without a gate, h = act(x) and dx = dh * act'(x) with h in place of
+// dh, are defined in crates/ops/src/ops/activation.
 #include "compat.cuh"
 
 namespace {

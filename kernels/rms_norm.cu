@@ -1,9 +1,10 @@
 // RMSNorm (arXiv 1910.07467): y = x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps), with gain =
 // weight + offset (offset 1 in the Gemma families). Backward, with h = x / rms and q = dy * gain:
-// dx = (q - h * mean(q * h)) / rms, plus the gradient that bypasses the norm. src/ops/rms_norm
-// holds the definition. LayerNorm (arXiv 1607.06450) has h = (x - mean) / sigma, sigma^2 = mean((x
-// - mean)^2) + eps, y = h * gain + bias and dx = (q - mean(q) - h * mean(q * h)) / sigma;
-// src/ops/layer_norm holds its definition. A template's CENTERED is true for it.
+// dx = (q - h * mean(q * h)) / rms, plus the gradient that bypasses the norm.
+// crates/ops/src/ops/rms_norm holds the definition. LayerNorm (arXiv 1607.06450) has h = (x - mean)
+// / sigma, sigma^2 = mean((x - mean)^2) + eps, y = h * gain + bias and dx = (q - mean(q) - h *
+// mean(q * h)) / sigma; crates/ops/src/ops/layer_norm holds its definition. A template's CENTERED
+// is true for it.
 //
 // One block per row: x, dy and y are [rows, width] and contiguous. Rows whose length is a multiple
 // of 16 bytes, aligned to 16 bytes, move 16 bytes per thread at a time, others one value.

@@ -1,7 +1,7 @@
 // Rotary positions (arXiv 2104.09864) on the q and k columns of a projection, after the per-head
 // RMSNorm of some families; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin for the
 // pairs (i, i + half), or (2 i, 2 i + 1) if interleaved, of the first 2 half values of a head; the
-// others stay. src/ops/rotary holds the definition.
+// others stay. crates/ops/src/ops/rotary holds the definition.
 //
 // Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, an even
 // number of at most 256. cos and sin are [tokens, half]. One block of 128 threads per token. As

@@ -1,5 +1,5 @@
-// xIELU, an activation with two learned curvatures, and its gradients. src/ops/xielu holds the
-// definition. A block processes one row.
+// xIELU, an activation with two learned curvatures, and its gradients. crates/ops/src/ops/xielu
+// holds the definition. A block processes one row.
 #include "compat.cuh"
 
 namespace {

@@ -2,7 +2,7 @@
 # Tests the matrix unit (AMX) on a machine without one: Linux under Bochs, which emulates a whole PC
 # with a Sapphire Rapids processor, runs this project's tests with FINETUNE_CPU=amx.
 #
-#     scripts/emulate_amx.sh path/to/bochs path/to/vmlinuz [backends|compute|runtime|cli FILTER]...
+#     scripts/emulate_amx.sh path/to/bochs path/to/vmlinuz [backends|ops|runtime|cli FILTER]...
 #
 # Needs, beside Rust and a C++ compiler:
 # - Bochs of 2026-08-22 (commit 783b58fd6), built in its source folder, so that its BIOS is beside
@@ -16,7 +16,7 @@
 # - Debian's busybox-static, cpio, isolinux, syslinux-common and xorriso (BUSYBOX, ISOLINUX and
 #   SYSLINUX name other paths).
 # One emulated core runs the tests, about a hundred times slower than the host. `backends`,
-# `compute`, `runtime` and `cli` are test binaries, FILTER selects their tests; without arguments
+# `ops`, `runtime` and `cli` are test binaries, FILTER selects their tests; without arguments
 # the tests listed below run.
 set -euo pipefail
 [[ $# -ge 2 ]] || { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
@@ -33,8 +33,8 @@ done
 [[ $# -gt 0 ]] || set -- \
     runtime instruction_set \
     backends packed_gemm \
-    compute ops::attention \
-    compute selftest::oracle \
+    ops ops::attention \
+    ops selftest::oracle \
     cli train::golden::lora_follows_peft \
     cli train::golden::qlora_follows_peft \
     cli train::golden::packed_products
@@ -63,12 +63,12 @@ built() {
 }
 
 backends=$(built --package finetune-backends --lib)
-compute=$(built --package finetune-ops --lib)
+ops=$(built --package finetune-ops --lib)
 runtime=$(built --package finetune-runtime --lib)
 cli=$(built --test bin)
 finetune=$(dirname "$cli")/../finetune
 put "$backends"
-put "$compute"
+put "$ops"
 put "$runtime"
 put "$cli"
 put "$(realpath "$finetune")"
@@ -88,7 +88,7 @@ echo "flags: \$(grep -m 1 flags /proc/cpuinfo | grep -o 'amx_[a-z0-9]*\|avx512_b
 $(realpath "$finetune") doctor | grep '^instructions'
 END
 while [[ $# -ge 2 ]]; do
-    case $1 in backends) binary=$backends ;; compute) binary=$compute ;; runtime) binary=$runtime ;; cli) binary=$cli ;; *) echo "none of backends, compute, runtime and cli: $1" >&2; exit 2 ;; esac
+    case $1 in backends) binary=$backends ;; ops) binary=$ops ;; runtime) binary=$runtime ;; cli) binary=$cli ;; *) echo "none of backends, ops, runtime and cli: $1" >&2; exit 2 ;; esac
     [[ -n $("$binary" --list --format terse "$2") ]] || { echo "no test of $1 is called $2" >&2; exit 2; }
     printf 'echo "== %s"; %s --test-threads=1 %s || echo "FAILED: exit $?"\n' "$1 $2" "$binary" "$2" >>"$root/init"
     shift 2

@@ -79,7 +79,7 @@ class Mutant:
         places = [match.start() for match in re.finditer(re.escape(self.text), source)]
         nth = entry.get("nth")
         if not places or (nth is None and len(places) > 1) or (nth is not None and not 0 < nth <= len(places)):
-            raise Bad(f"{LIST.name}, {self.file}: {self.text!r} is there {len(places)} times, nth is {nth}")
+            raise Bad(f"{LIST.name}, {self.file}: {self.text!r} occurs {len(places)} times, nth is {nth}")
         if self.by == self.text:
             raise Bad(f"{LIST.name}, {self.file}: {self.text!r} is to become the same")
         self.start = places[(nth or 1) - 1]
@@ -118,7 +118,7 @@ def uncovered(tables, mutants):
         for left in (left for table in tables if table["file"] == file for left in table.get("left_out", [])):
             places = [match.span() for match in re.finditer(re.escape(left["text"]), source)]
             if not places or not left["why"]:
-                raise Bad(f"{LIST.name}, {file}: what is left out is not there: {left['text']!r}")
+                raise Bad(f"{LIST.name}, {file}: the text of left_out does not occur: {left['text']!r}")
             covered += places
         for match in REQUIRED.finditer(without_comments(source)):
             if not any(start <= match.start() and match.end() <= end for start, end in covered):

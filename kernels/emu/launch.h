@@ -1,4 +1,5 @@
-// The arguments of a launch, and the table of kernels, which build.rs writes from their signatures.
+// The arguments of a launch, and the table of kernels, which crates/backends/build.rs writes from
+// their signatures.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -64,9 +64,9 @@ const COMMAND_LINES: usize = 150;
 /// device choice in `runtime`.
 const KNOW_CUDA: &[&str] = &["backends", "ops", "collective", "runtime"];
 
-/// One source file under `src`, without its test modules.
+/// One source file of `src` or of a crate, without its test modules.
 struct Source {
-    /// Path below `src`, with `/`.
+    /// Path below `src` of its crate, with `/`.
     path: String,
     /// Source with comments and literals blanked out.
     code: String,

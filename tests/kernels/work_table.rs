@@ -71,7 +71,7 @@ fn rows() -> Vec<Row> {
     let one_queue = |counted: &Counted| Figures::extended(on_one_queue(counted.step));
     let [serial, recompute_serial] = [one_queue(&kept), one_queue(&recomputed)];
     let forward = Figures::of_layer(on_one_queue(kept.forward));
-    // What a block dequantizes in a pass; by weights, the part of `down_proj`.
+    // The weights that a block dequantizes in a pass; by weights, the part of `down_proj`.
     let panels = forward.plus(-1.0, Figures::of_layer(copy.forward));
     let [d, f] = [WIDE.hidden, WIDE.intermediate].map(|width| width as f64);
     let down = d * f / (3.0 * d * f + d * d * 2.0 + 2.0 * d * d / 4.0);

@@ -140,16 +140,16 @@ impl StepInputs<'_> {
         }
     }
 
-    /// Decides like [`StepInputs::decide`]; returns none if the strategy is open and none fits.
+    /// Decides like `StepInputs::decide`; returns none if the strategy is open and none fits.
     pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<ParallelDecision>> {
         Ok(self.planned(recipe, world)?.map(|step| step.fit))
     }
 
-    /// Decides like [`StepInputs::decide`] and adds the details of the step. Returns none if the
+    /// Decides like `StepInputs::decide` and adds the details of the step. Returns none if the
     /// strategy is open and none fits.
     ///
     /// # Errors
-    /// Those of [`StepInputs::decide`], except that no strategy fits.
+    /// Those of `StepInputs::decide`, except that no strategy fits.
     pub fn planned(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<PlannedStep>> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
@@ -207,7 +207,7 @@ impl StepInputs<'_> {
     /// activations.
     ///
     /// # Errors
-    /// Those of [`StepInputs::decide`].
+    /// Those of `StepInputs::decide`.
     pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());

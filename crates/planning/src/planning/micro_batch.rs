@@ -20,7 +20,7 @@ impl StepInputs<'_> {
     /// Splits the rows of a step of `recipe` into micro-batches, if the recipe leaves that open.
     ///
     /// # Errors
-    /// Those of [`StepInputs::decide`].
+    /// Those of `StepInputs::decide`.
     pub fn split_rows(&self, recipe: &mut Recipe, world: WorldSize) -> Result<()> {
         if recipe.train.micro_batch_size != AutoOr::Auto {
             return Ok(());

@@ -31,7 +31,7 @@ const ADA: (i32, i32) = (8, 9);
 /// Lowest compute capability for which CUDA 13 compiles.
 const TURING: (i32, i32) = (7, 5);
 
-/// GPUs that run this project's kernels, as `build.rs` compiles them.
+/// GPUs that run this project's kernels, as `crates/backends/build.rs` compiles them.
 pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
 
 /// Hint for a GPU that runs none of this project's kernels, in any build.
