@@ -301,6 +301,7 @@ pub fn with_host_driver<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R
 
 /// The generated functions, one per kernel, with the types of its parameters.
 #[allow(clippy::too_many_arguments)]
+#[allow(rustdoc::broken_intra_doc_links, reason = "comments of kernels write shapes in brackets")]
 pub mod kernels {
     use super::{Driver, In, InOut, Kernel, KernelValue, LaunchShape, Out, Result, bf16};
 
