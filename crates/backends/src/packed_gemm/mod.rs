@@ -5,7 +5,7 @@
 //!
 //! If activations are bf16, kernels that multiply bf16 (AMX, AVX-512 BF16) take all operands as
 //! bf16: f32 operands, such as an adapter's matrices and gradients, are rounded, as in PyTorch's
-//! autocast ([`has_bf16`]). Other kernels widen bf16 to f32.
+//! autocast (`has_bf16`). Other kernels widen bf16 to f32.
 //!
 //! On the matrix unit (AMX) products of f32 have the precision of f32. An f32 number is exactly the
 //! sum of three bf16 numbers, so `a · b` is nine products of those. The three smallest, together
