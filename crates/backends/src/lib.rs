@@ -11,4 +11,7 @@ pub mod simd;
 #[cfg(test)]
 use finetune_core::recipe;
 use finetune_core::{error, locks};
-use finetune_runtime::{instruction_set, quant, rounding, runtime};
+// Only code for the instructions of x86-64 rounds by itself.
+#[cfg(target_arch = "x86_64")]
+use finetune_runtime::rounding;
+use finetune_runtime::{instruction_set, quant, runtime};
