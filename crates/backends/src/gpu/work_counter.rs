@@ -76,8 +76,8 @@ impl std::ops::Sub for GpuWork {
             thin_flops: self.thin_flops - before.thin_flops,
             fp8_flops: self.fp8_flops - before.fp8_flops,
             attention_flops: self.attention_flops - before.attention_flops,
-            // Of steps with two and with four layers, the larger one once uploaded less, for a reason
-            // that is not known yet.
+            // Of steps with two and with four layers, the larger one once uploaded less, for a
+            // reason that is not known yet.
             uploaded_bytes: self.uploaded_bytes.saturating_sub(before.uploaded_bytes),
             waits: self.waits - before.waits,
             most_ahead: self.most_ahead,
