@@ -9,7 +9,7 @@ use candle_core::{DType, Device};
 use crate::checkpoint::SnapshotPart;
 use crate::clock;
 use crate::collective::SingleRank;
-use crate::data::{self, Batch, Cursor, Example, Origin, PromptEncoder, RowOrigin, Sampler};
+use crate::data::{self, Batch, Cursor, Example, Origin, PromptEncoder, Role, RowOrigin, Sampler};
 use crate::engine::{Engine, Evaluation, SamplingOptions, StepResult, TokenSampler, Trainer};
 use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, EngineOptions, LoadedModel, Resolver, Trains};
@@ -350,7 +350,8 @@ impl TrainedModel {
         let ids = encoder(&self.engine, &self.rows).text(text)?;
         let origin = Origin { file: Arc::from(Path::new("text")), place: RowOrigin::Line(1) };
         let trained = vec![true; ids.len()];
-        Ok(Batch::new([Example { ids, trained, origin, group: None }], 0))
+        let example = Example { ids, trained, origin, group: None, role: Role::Plain };
+        Ok(Batch::new([(0, example)], 0))
     }
 }
 

@@ -211,7 +211,10 @@ impl Blocks {
 
 /// Returns a batch of two sequences, of which the first has `len` tokens.
 fn batch(len: usize) -> Batch {
-    let segments = vec![Sample { start: 0, len }, Sample { start: len, len: TOKENS - len }];
+    let segments = vec![
+        Sample { start: 0, len, ..Sample::default() },
+        Sample { start: len, len: TOKENS - len, ..Sample::default() },
+    ];
     Batch {
         ids: vec![5; TOKENS],
         targets: vec![5; TOKENS],

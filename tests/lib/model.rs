@@ -173,7 +173,7 @@ impl Forward {
 fn packed(sequences: &[Vec<u32>]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len(), ..Sample::default() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
         batch.num_samples += 1;

@@ -30,7 +30,10 @@ fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     targets[8] = IGNORE;
-    let segments = vec![Sample { start: 0, len: 9 }, Sample { start: 9, len: 15 }];
+    let segments = vec![
+        Sample { start: 0, len: 9, ..Sample::default() },
+        Sample { start: 9, len: 15, ..Sample::default() },
+    ];
     Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 2 }
 }
 

@@ -18,7 +18,10 @@ fn batch() -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     targets[4] = IGNORE;
-    let segments = vec![Sample { start: 0, len: 5 }, Sample { start: 5, len: 7 }];
+    let segments = vec![
+        Sample { start: 0, len: 5, ..Sample::default() },
+        Sample { start: 5, len: 7, ..Sample::default() },
+    ];
     Batch { ids, targets, samples: segments, first_token: 0, num_samples: 2 }
 }
 

@@ -187,6 +187,7 @@ impl ExampleSource for Dataset {
             if let Some(group) = example.group {
                 hasher.update(&group.to_le_bytes());
             }
+            hasher.update(&example.role.digest_bytes());
         }
         hasher.finalize()
     }

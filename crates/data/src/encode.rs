@@ -19,6 +19,7 @@ use super::coverage::{self, RowNotes};
 use super::format::question;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
+use super::role::Role;
 use super::spans::{ChatOfRow, TrainedChat, TrainedMessages, render_trained};
 use super::template::ChatTemplate;
 use super::tokenizer::{Encoded, Tokenizer};
@@ -28,7 +29,7 @@ use crate::recipe::enums::{DataFormat, OnLongRow};
 use crate::recipe::{TrainOn, TrainedEnds, TrainedTurns};
 
 /// A row as the model sees it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Example {
     /// Token ids, at most `max_seq_len`.
     pub ids: Vec<u32>,
@@ -38,6 +39,8 @@ pub struct Example {
     pub origin: Origin,
     /// The [group](super::ExampleSource::group) that it belongs to.
     pub group: Option<u32>,
+    /// Its part in the objective.
+    pub role: Role,
 }
 
 impl Example {
@@ -48,7 +51,7 @@ impl Example {
 }
 
 /// Result of encoding a row.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Encoding {
     /// Its examples: one, or the chunks of a document.
     Examples(Vec<Example>),
@@ -76,7 +79,7 @@ pub enum Encoding {
 }
 
 /// A row's examples, and notes on it for the user.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct EncodedRow {
     /// The examples, or the reason for none.
     pub encoding: Encoding,
@@ -204,8 +207,8 @@ impl<'a> Encoder<'a> {
     }
 
     fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, RowFault> {
-        let example =
-            Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone(), group: None };
+        let Tokens { ids, trained } = tokens;
+        let example = Example { ids, trained, origin: origin.clone(), group: None, role: Role::Plain };
         if example.num_trained() == 0 {
             let why = match (example.ids.len(), &self.options.train_on) {
                 (0 | 1, _) => "it is empty",

@@ -82,7 +82,7 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        samples: vec![Sample { start: 0, len }],
+        samples: vec![Sample { start: 0, len, ..Sample::default() }],
         num_samples: 1,
         ids,
         ..Batch::default()

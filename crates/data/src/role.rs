@@ -1,0 +1,42 @@
+//! The part that an example has in its objective.
+
+/// The part of an example in the objective.
+///
+/// The two answers of a pair are neighbours in one [group](super::ExampleSource::group): first the
+/// chosen answer, then the rejected one. A row of KTO is a group of its own answer and, if the loss
+/// needs it, the mismatched one.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Role {
+    /// Trained by itself.
+    #[default]
+    Plain,
+    /// The better answer of a pair.
+    Chosen {
+        /// The least difference of the two rewards that the row asks for; 0 without a `margin`.
+        margin: f32,
+    },
+    /// The worse answer of a pair.
+    Rejected,
+    /// An answer that its row marks as good.
+    Desirable,
+    /// An answer that its row marks as bad.
+    Undesirable,
+    /// The prompt of a row with the answer of another one, by which KTO estimates how far the model
+    /// moved from the reference.
+    Mismatched,
+}
+
+impl Role {
+    /// Bytes that differ for different roles; none for [`Role::Plain`], whose data keep the digest
+    /// that older checkpoints recorded.
+    pub(super) fn digest_bytes(self) -> Vec<u8> {
+        match self {
+            Role::Plain => Vec::new(),
+            Role::Chosen { margin } => [&[1][..], &margin.to_le_bytes()].concat(),
+            Role::Rejected => vec![2],
+            Role::Desirable => vec![3],
+            Role::Undesirable => vec![4],
+            Role::Mismatched => vec![5],
+        }
+    }
+}
