@@ -135,8 +135,8 @@ impl Session {
     pub fn evaluate(&self) -> Result<Option<Evaluation>> {
         let Some(held_out) = &self.plan.held_out else { return Ok(None) };
         let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.data.longest_row();
-        let batches = data::batch::in_order(held_out.dataset.examples(), tokens);
-        self.trainer.engine.evaluate(batches, |_| ()).map(Some)
+        let batches: Vec<Batch> = data::batch::in_order(held_out.dataset.examples(), tokens).collect();
+        self.trainer.evaluate(&batches).map(Some)
     }
 
     /// Writes the trained weights into the new folder `folder`: a PEFT adapter, or a Hugging Face

@@ -4,9 +4,10 @@ use serde_json::{Value, json};
 
 use super::{model_or_base, open_device, terminal, warn_without_kernels, working_folder};
 use crate::cli::EvalArgs;
-use crate::data::{self, Split};
+use crate::data::{self, Batch, Split};
 use crate::error::Result;
 use crate::loading::{EngineOptions, LoadedModel, Resolver, Trains};
+use crate::objectives::CrossEntropy;
 use crate::recipe::Recipe;
 
 /// Evaluates a model on rows.
@@ -27,7 +28,8 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
     let tokens = recipe.train.micro_batch_rows() * recipe.data.longest_row();
     let total = dataset.len();
-    let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {
+    let batches: Vec<Batch> = data::batch::in_order(dataset.examples(), tokens).collect();
+    let evaluation = engine.evaluate(&CrossEntropy, &batches, |_| Ok(None), |rows| {
         terminal.detail(format!("{rows} of {total} rows"));
     })?;
     let figures = [

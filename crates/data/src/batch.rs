@@ -59,9 +59,11 @@ impl Batch {
         batch
     }
 
-    /// The same tokens without targets: no loss, and gradients of zero.
+    /// The same tokens without targets and roles: no loss, and gradients of zero.
     pub fn without_targets(&self) -> Self {
-        Batch { targets: vec![IGNORE; self.targets.len()], ..self.clone() }
+        let plain = |sample: &Sample| Sample { role: Role::Plain, ..*sample };
+        let samples = self.samples.iter().map(plain).collect();
+        Batch { targets: vec![IGNORE; self.targets.len()], samples, ..self.clone() }
     }
 
     /// Number of tokens, T.

@@ -17,6 +17,7 @@ mod divergence;
 mod evaluate;
 mod generate;
 mod nan_policy;
+mod reference;
 mod run_watch;
 mod sampling;
 mod save_schedule;
@@ -30,8 +31,8 @@ mod utilization;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
-pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
+pub use reference::{Reference, ReferenceLogProbs};
 pub use sampling::{NextToken, SamplingOptions, TokenSampler};
 pub use stage::{ForwardState, Stage, StageGradients, StageInput, StageOutput};
 pub use stop_text::StopSearch;
@@ -45,7 +46,8 @@ use crate::model::PositionTable;
 use crate::model::{
     self, AdapterSwitch, BlockContext, BlockWeights, DropoutContext, ExpertBalance, ModelConfig, RotaryTables,
 };
-use crate::objectives::{LossSums, Objective};
+pub use crate::objectives::Evaluation;
+use crate::objectives::{LossSums, Objective, StepTotals};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::{BlockGraphs, BlockPass};
@@ -75,6 +77,10 @@ pub struct MicroStep<'a> {
     pub objective: &'a dyn Objective,
     /// Factor of the loss before its gradient: one over the step's denominator.
     pub scale: f64,
+    /// Counts of the whole step.
+    pub totals: StepTotals,
+    /// The log-probability of each sample under the objective's reference, if it has one.
+    pub reference: Option<&'a [f64]>,
     /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
     /// Keys of dropout; `None` disables dropout.
@@ -210,7 +216,7 @@ impl Engine {
     /// Those of [`Engine::hidden`].
     pub fn score(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Vec<TokenScore>> {
         let hidden = self.hidden(batch, adapter)?;
-        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter)
+        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter, None)
     }
 
     /// Computes forward and backward of one micro-batch. Returns the summed loss and the

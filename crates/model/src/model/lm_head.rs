@@ -8,8 +8,8 @@ use super::{ModelConfig, Norm, Param};
 use crate::error::Result;
 use crate::ops::Addend;
 use crate::ops::cross_entropy::{
-    Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
-    score_targets,
+    Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
+    log_square_sums, logits, score_targets,
 };
 use crate::ops::elementwise::scaled;
 use crate::runtime::TensorMut;
@@ -72,10 +72,28 @@ impl HeadWeights {
         x: &Tensor,
         targets: &[u32],
         adapter: AdapterSwitch,
+        source: DropoutSource,
     ) -> Result<Vec<TokenScore>> {
         let normed = self.normed(config, x)?;
-        let u = self.down(&normed, BranchContext::alone(adapter, None))?;
+        let u = self.down(&normed, BranchContext::alone(adapter, source))?;
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
+    }
+
+    /// Returns log Σ p² over all tokens for every row of `x: [N, D]` with a target, in order: the
+    /// logarithm of the expected probability of a sampled token.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn log_square_sums(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: &[u32],
+        source: DropoutSource,
+    ) -> Result<Vec<f32>> {
+        let normed = self.normed(config, x)?;
+        let u = self.down(&normed, BranchContext::alone(AdapterSwitch::On, source))?;
+        log_square_sums(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
 
     /// Returns the logits of `x: [N, D]`, `[N, V]` f32.

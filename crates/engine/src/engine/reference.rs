@@ -1,0 +1,113 @@
+//! The reference that a preference objective compares the model with.
+//!
+//! The reference is the model as training starts. With an adapter that leaves its base alone, this
+//! is the model with the adapter switched off, which a forward computes for each micro-batch.
+//! Otherwise the log-probabilities of all samples under it are computed before the first step, and
+//! kept with the run.
+
+use super::{Engine, Trainer};
+use crate::data::{Batch, Sample};
+use crate::error::{Error, Result};
+use crate::model::AdapterSwitch;
+use crate::objectives::Objective;
+use crate::runtime::thread_pool;
+
+/// The reference of an objective.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Reference {
+    /// The model with its adapter switched off.
+    #[default]
+    AdapterOff,
+    /// Log-probabilities that were computed before the first step.
+    Precomputed(ReferenceLogProbs),
+}
+
+/// The log-probability of each example under the reference, by its index in the data set.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ReferenceLogProbs {
+    /// Those of the examples for training.
+    pub train: Vec<f64>,
+    /// Those of the held-out examples.
+    pub held_out: Vec<f64>,
+}
+
+/// The data set of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DataUse {
+    Training,
+    Evaluation,
+}
+
+impl ReferenceLogProbs {
+    /// Returns the log-probability of each sample of a micro-batch.
+    fn of(&self, batch: &Batch, data: DataUse) -> Result<Vec<f64>> {
+        let stored = match data {
+            DataUse::Training => &self.train,
+            DataUse::Evaluation => &self.held_out,
+        };
+        let missing = || Error::internal("a sample has no precomputed log-probability of the reference");
+        let value = |sample: &Sample| stored.get(sample.example as usize).copied().ok_or_else(missing);
+        batch.samples.iter().map(value).collect()
+    }
+}
+
+impl Trainer {
+    /// Returns the same trainer with another reference for its objective.
+    #[must_use]
+    pub fn with_reference(self, reference: Reference) -> Self {
+        Trainer { reference, ..self }
+    }
+
+    /// Returns the log-probability of each sample of a micro-batch under the objective's reference;
+    /// `None` for an objective without one. All ranks call it together.
+    pub(super) fn reference_of(&self, batch: &Batch, data: DataUse) -> Result<Option<Vec<f64>>> {
+        match &self.reference {
+            _ if !self.objective.has_reference() => Ok(None),
+            Reference::Precomputed(stored) => stored.of(batch, data).map(Some),
+            Reference::AdapterOff => {
+                self.engine.sample_log_probs(&*self.objective, batch, AdapterSwitch::Off).map(Some)
+            }
+        }
+    }
+
+    /// Returns the log-probability of each of `examples` examples under the model as it is now, as
+    /// the objective compares it. `batches` has every example once, and all ranks call this with
+    /// the same ones. Calls `seen` with the number of samples done so far.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn reference_log_probs(
+        &self,
+        batches: &[Batch],
+        examples: usize,
+        mut seen: impl FnMut(u64),
+    ) -> Result<Vec<f64>> {
+        let (mut log_probs, mut done) = (vec![0.0; examples], 0);
+        self.engine.in_rounds(batches, |round, mine| {
+            let of_samples = self.engine.sample_log_probs(&*self.objective, mine, AdapterSwitch::On)?;
+            // A rank without a batch has one without targets, whose log-probabilities are 0.
+            for (sample, log_prob) in mine.samples.iter().zip(of_samples) {
+                log_probs[sample.example as usize] += log_prob;
+            }
+            done += round.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
+            seen(done);
+            Ok(())
+        })?;
+        // Each example has its value on one rank and 0 on the others.
+        self.engine.store.sum("log-probabilities of the reference", &mut log_probs)?;
+        Ok(log_probs)
+    }
+}
+
+impl Engine {
+    /// Returns the log-probability of each sample of a micro-batch, as `objective` compares it.
+    fn sample_log_probs(
+        &self,
+        objective: &dyn Objective,
+        batch: &Batch,
+        adapter: AdapterSwitch,
+    ) -> Result<Vec<f64>> {
+        let scores = thread_pool::run_in_pool(&self.device, || self.score(batch, adapter))?;
+        Ok(objective.sample_log_probs(batch, &scores))
+    }
+}
