@@ -10,8 +10,9 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 
+use super::answer_groups::AnswerGroups;
 use super::child_pool::MOST_ENDED;
-use super::encode::{Encoder, Example};
+use super::encode::{Encoder, Encoding, Example};
 use super::example_source::ExampleSource;
 use super::file_formats::{FileFormats, OtherFormat};
 use super::raw_rows::{DataFile, RawRow};
@@ -19,7 +20,7 @@ use super::source::read;
 use super::taken_rows::likeness;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
-use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
+use super::{AnsweredRow, DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::OnBadRow;
 use crate::units;
@@ -111,16 +112,21 @@ impl Dataset {
             template.release();
         }
         let mut examples = Vec::with_capacity(outcomes.len());
+        let mut answers = AnswerGroups::new(options);
         let mut bad = Vec::new();
         for (row, outcome) in source.rows.iter().zip(outcomes) {
             match outcome {
-                Ok(outcome) => examples.append(&mut report.add(outcome, &row.origin)),
+                Ok(outcome) => match report.add(outcome, &row.origin) {
+                    Encoding::Answers(row) => answers.add(row),
+                    encoding => examples.append(&mut encoding.into_examples()),
+                },
                 Err(fault) => {
                     report.add_bad(row.origin.clone(), fault);
                     bad.push(row);
                 }
             }
         }
+        examples.append(&mut answers.into_examples(&mut report));
         stop_on_faults(&report, options, || formats.other_format(&source.rows, &bad))?;
         none_has_given_up(tokenizer, template)?;
         if examples.is_empty() {
@@ -246,7 +252,9 @@ fn needs_met(
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
     let chat = |row: &&RawRow| {
-        matches!(super::format::convert(&row.value, formats.of(row)), Ok(Some(ParsedRow::Messages { .. })))
+        use AnsweredRow::Chats;
+        let record = formats.record(row);
+        matches!(record, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Answers(Chats { .. }))))
     };
     if template.is_none()
         && let Some(row) = formats.first_good_rows(rows).into_iter().find(chat)
@@ -274,9 +282,10 @@ fn no_eos(tokenizer: &Tokenizer) -> Option<String> {
 
 /// Returns whether rows of any format use a chat template if one is available.
 fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
-    formats.first_good_rows(rows).into_iter().any(|row| {
-        let parsed = super::format::convert(&row.value, formats.of(row));
-        matches!(parsed, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Task { .. })))
+    use AnsweredRow::{Chats, Tasks};
+    formats.first_good_rows(rows).into_iter().any(|row| match formats.record(row) {
+        Ok(Some(ParsedRow::Answers(answers))) => matches!(answers, Chats { .. } | Tasks { .. }),
+        record => matches!(record, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Task { .. }))),
     })
 }
 

@@ -34,6 +34,7 @@ pub mod source;
 pub mod template;
 pub mod tokenizer;
 
+mod answer_groups;
 mod arrow_rows;
 mod arrow_values;
 mod child_pool;
@@ -43,6 +44,7 @@ mod conversation;
 mod coverage;
 mod csv_delimiters;
 mod csv_rows;
+mod encode_answers;
 mod encoded;
 mod example_source;
 mod expansion;
@@ -53,11 +55,13 @@ mod jinja;
 mod json_cut;
 mod json_reader;
 mod json_rows;
+mod labelled_rows;
 mod linear_cost;
 mod listed_tokens;
 mod long_text;
 mod new_tokens;
 mod other_files;
+mod pair_rows;
 mod parquet_rows;
 mod parsed_row;
 mod python_json;
@@ -96,9 +100,10 @@ use std::sync::Arc;
 pub use batch::{Batch, Sample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
+pub use encode_answers::EncodedAnswers;
 pub use example_source::ExampleSource;
 pub use figures::{ExampleFigures, Percentiles, TrainedEnd};
-pub use parsed_row::ParsedRow;
+pub use parsed_row::{Answer, AnsweredRow, ParsedRow, Task};
 pub use prompts::{Prompt, PromptEncoder};
 pub use report::DataReport;
 pub use role::Role;
@@ -113,7 +118,7 @@ pub use tokenizer_files::gguf::{GgufTokenizer, GgufVocabulary, VocabularyKind, W
 
 use crate::error::{Error, ErrorCategory};
 use crate::recipe::TrainOn;
-use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
+use crate::recipe::enums::{DataFormat, ObjectiveKind, OnBadRow, OnLongRow};
 pub use finetune_core::IGNORE;
 
 /// Options for encoding rows: the keys of `[data]` about rows, and two properties of the model.
@@ -135,6 +140,11 @@ pub struct DataOptions {
     pub sanitize_control_tokens: bool,
     /// Number of rows of the model's embedding; token ids from it on are refused.
     pub vocab_size: usize,
+    /// The objective, which decides the examples of a row.
+    pub objective: ObjectiveKind,
+    /// The number of labelled answers in a row among which the mismatched answers of KTO go round:
+    /// the size of a micro-batch, as in TRL. `None`: no mismatched answers.
+    pub mismatched_block: Option<usize>,
 }
 
 impl Default for DataOptions {
@@ -148,6 +158,8 @@ impl Default for DataOptions {
             on_long_row: OnLongRow::Truncate,
             sanitize_control_tokens: false,
             vocab_size: usize::MAX,
+            objective: ObjectiveKind::CrossEntropy,
+            mismatched_block: None,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The part that an example has in its objective.
 
+use std::fmt;
+
 /// The part of an example in the objective.
 ///
 /// The two answers of a pair are neighbours in one [group](super::ExampleSource::group): first the
@@ -24,6 +26,19 @@ pub enum Role {
     /// The prompt of a row with the answer of another one, by which KTO estimates how far the model
     /// moved from the reference.
     Mismatched,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Plain => "plain",
+            Role::Chosen { .. } => "chosen",
+            Role::Rejected => "rejected",
+            Role::Desirable => "desirable",
+            Role::Undesirable => "undesirable",
+            Role::Mismatched => "mismatched",
+        })
+    }
 }
 
 impl Role {

@@ -10,6 +10,7 @@ use super::Recipe;
 use super::enums::{
     AdapterInit, BaseProducts, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy,
 };
+use super::objective_keys;
 use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 use super::step_interval::StepInterval;
@@ -37,7 +38,7 @@ impl KeyConflict {
         KeyConflict { section, key, text: text.into(), hint: hint.into(), overruled_by: None }
     }
 
-    fn overruled_by(self, section: &'static str, key: &'static str) -> Self {
+    pub(super) fn overruled_by(self, section: &'static str, key: &'static str) -> Self {
         KeyConflict { overruled_by: Some((section, key)), ..self }
     }
 }
@@ -55,6 +56,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     evaluation(recipe, &mut conflicts);
     profile(recipe, &mut conflicts);
     alerts(recipe, &mut conflicts);
+    objective_keys::conflicts(recipe, &mut conflicts);
     conflicts
 }
 

@@ -15,6 +15,7 @@ mod conflicts;
 mod difference;
 mod layers;
 mod listen_address;
+mod objective_keys;
 mod peers;
 mod render;
 mod row_source;
@@ -34,9 +35,10 @@ pub use command_line::CommandLine;
 pub use difference::RecipeDifference;
 pub use finetune_core::recipe::enums;
 pub use finetune_core::recipe::enums::{
-    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
+    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, FDivergence, LossType,
+    MasterWeights, ModelInit, ObjectiveKind, ObjectiveRows, Offload, OnBadRow, OnLongRow, OnNan,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds,
+    TrainedTurns,
 };
 use finetune_core::{address, error, private_file, program};
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
