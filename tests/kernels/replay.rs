@@ -31,7 +31,7 @@ use finetune::model::{
     BlockWeights, Carried, CarriedGradients, ChannelMixerWeights, DropoutContext, MergedLinear, ModelConfig,
     TokenMixerWeights, parameters,
 };
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::ops::{BlockGraphs, record, selftest};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::recipe::{AdapterSection, TargetModules};
@@ -167,6 +167,8 @@ impl Blocks {
         let step = MicroStep {
             objective: &CrossEntropy,
             scale: 1.0,
+            totals: StepTotals::default(),
+            reference: None,
             recompute: self.recompute,
             dropout: self.drops.then(dropout),
             balance: None,

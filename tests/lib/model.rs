@@ -14,7 +14,7 @@ use finetune::engine::{Engine, MicroStep, TokenSampler};
 use finetune::error::Result;
 use finetune::loading::{BaseModel, EngineOptions, Trains};
 use finetune::model::{AdapterSwitch, ModelConfig, settle};
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::parallel::{Bucket, BucketEntry};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::weights::{MODEL_FILE, ModelFiles};
@@ -123,6 +123,8 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
     MicroStep {
         objective: &CrossEntropy,
         scale,
+        totals: StepTotals::default(),
+        reference: None,
         recompute,
         dropout: None,
         balance: None,

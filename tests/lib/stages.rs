@@ -7,7 +7,7 @@ use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{Engine, MicroStep, Stage, StageOutput};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::recipe::enums::{Attention, Recompute};
 
 use crate::logits;
@@ -29,6 +29,8 @@ fn micro_step(recompute: Recompute) -> MicroStep<'static> {
     MicroStep {
         objective: &CrossEntropy,
         scale: 0.1,
+        totals: StepTotals::default(),
+        reference: None,
         recompute,
         dropout: None,
         balance: None,

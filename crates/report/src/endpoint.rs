@@ -49,7 +49,7 @@ const fn counter(name: &'static str, help: &'static str) -> FamilySpec {
 }
 
 /// All figures of the page.
-pub const FAMILIES: [FamilySpec; 29] = [
+pub const FAMILIES: [FamilySpec; 30] = [
     gauge(
         "finetune_run_info",
         &["run", "model", "version"],

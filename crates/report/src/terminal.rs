@@ -11,8 +11,8 @@
 //! colour never replaces words. It escapes control characters in text (see
 //! [`printable`](mod@super::printable)), on stdout only for a terminal.
 
-use std::collections::BTreeMap;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::{self, IsTerminal as _, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -70,7 +70,8 @@ impl Engine {
     ) -> Result<Evaluation> {
         let (config, hidden) = (&self.config, &self.hidden(batch, AdapterSwitch::On)?);
         let input = ObjectiveInput { config, hidden, batch, scale: 1.0, totals, reference, dropout: None };
-        objective.evaluate(&self.store.head()?, input)
+        let head = self.store.head()?;
+        objective.evaluate(&head, input)
     }
 
     /// Returns the error for a loss of `rank` that is not finite, in `round`, which comes after

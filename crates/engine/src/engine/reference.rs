@@ -52,12 +52,6 @@ impl ReferenceLogProbs {
 }
 
 impl Trainer {
-    /// Returns the same trainer with another reference for its objective.
-    #[must_use]
-    pub fn with_reference(self, reference: Reference) -> Self {
-        Trainer { reference, ..self }
-    }
-
     /// Returns the log-probability of each sample of a micro-batch under the objective's reference;
     /// `None` for an objective without one. All ranks call it together.
     pub(super) fn reference_of(&self, batch: &Batch, data: DataUse) -> Result<Option<Vec<f64>>> {

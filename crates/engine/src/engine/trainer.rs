@@ -125,6 +125,12 @@ impl Trainer {
         Trainer { objective, ..self }
     }
 
+    /// Returns the same trainer with another reference for its objective.
+    #[must_use]
+    pub fn with_reference(self, reference: Reference) -> Self {
+        Trainer { reference, ..self }
+    }
+
     /// Returns the largest number of values that an update had on the device at once; 0 if nothing
     /// is offloaded.
     pub fn most_staged(&self) -> usize {

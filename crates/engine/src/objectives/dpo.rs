@@ -134,7 +134,7 @@ impl LogProbLoss for Dpo {
                 for (pair, factor) in pairs.pairs.iter().zip(&factors) {
                     let chosen = &scored.batch.samples[pair.sides[0]];
                     loss -= factor * each * scored.sum_of(chosen, &scored.log_probs);
-                    scored.positions(chosen).for_each(|at| slopes[at] -= factor * each);
+                    scored.answer(chosen).for_each(|at| slopes[at] -= factor * each);
                 }
                 continue;
             }
@@ -150,7 +150,7 @@ impl LogProbLoss for Dpo {
             rewards.add(pairs.ratios(at).map(|ratio| self.keys.beta * ratio), pairs.policy[at]);
             for (side, slope) in pair.sides.into_iter().zip(by_answer[at]) {
                 let sample = &scored.batch.samples[side];
-                scored.positions(sample).for_each(|at| slopes[at] += slope * weights[at]);
+                scored.answer(sample).for_each(|at| slopes[at] += slope * weights[at]);
             }
         }
         let mut metrics = rewards.sums();
@@ -165,7 +165,7 @@ impl Dpo {
         let policy = sample_sums(batch, &scored.log_probs, weights);
         let reference = scored.reference.unwrap_or_default();
         let of_sides = |values: &[f64]| pairs.iter().map(|pair| pair.sides.map(|side| values[side])).collect();
-        let tokens = pairs.iter().map(|pair| pair.sides.map(|side| num_targets(batch, &batch.samples[side]) as f64));
+        let tokens = pairs.iter().map(|pair| pair.sides.map(|side| scored.answer(&batch.samples[side]).count() as f64));
         Ok(Pairs { policy: of_sides(&policy), reference: of_sides(reference), tokens: tokens.collect(), pairs })
     }
 

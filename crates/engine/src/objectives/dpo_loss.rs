@@ -77,3 +77,83 @@ fn score(keys: &ObjectiveSection, ratio: Dual) -> Dual {
 pub(super) fn smoothed(x: Dual, [as_labelled, exchanged]: [f64; 2]) -> Dual {
     x.log_sigmoid() * -as_labelled + (-x).log_sigmoid() * -exchanged
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::dual::tests::slopes_are_right;
+    use super::*;
+
+    const LOSSES: [LossType; 14] = [
+        LossType::Sigmoid,
+        LossType::Hinge,
+        LossType::Ipo,
+        LossType::SigmoidNorm,
+        LossType::Robust,
+        LossType::ExoPair,
+        LossType::NcaPair,
+        LossType::BcoPair,
+        LossType::SppoHard,
+        LossType::Aot,
+        LossType::AotUnpaired,
+        LossType::ApoZero,
+        LossType::ApoDown,
+        LossType::Discopop,
+    ];
+    const DIVERGENCES: [FDivergence; 4] = [
+        FDivergence::ReverseKl,
+        FDivergence::ForwardKl,
+        FDivergence::JsDivergence,
+        FDivergence::AlphaDivergence,
+    ];
+
+    #[test]
+    fn each_loss_has_its_derivative_under_each_divergence() {
+        for divergence in DIVERGENCES {
+            let keys = ObjectiveSection {
+                beta: 0.4,
+                label_smoothing: 0.1,
+                discopop_tau: 0.5,
+                f_divergence_type: divergence,
+                f_alpha_divergence_coef: 0.3,
+                ..ObjectiveSection::default()
+            };
+            for loss in LOSSES {
+                for at in [[0.0, 0.0], [1.7, -2.2], [-3.5, 0.4], [0.3, 0.9]] {
+                    let what = format!("{loss} under {divergence}");
+                    slopes_are_right(&what, at, |[c, j]| {
+                        let pair = LogRatios { ratios: [c.value, j.value], tokens: [12.0, 5.0] };
+                        pair_loss(&keys, loss, pair)
+                    });
+                }
+            }
+        }
+    }
+
+    /// The value of each loss of a pair whose answers have the log-ratios 1 and −0.5, by hand.
+    #[test]
+    fn losses_have_their_values() {
+        let keys = ObjectiveSection { beta: 2.0, label_smoothing: 0.25, ..ObjectiveSection::default() };
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let (p, s) = (sigmoid(3.0), |x: f64| -sigmoid(x).ln());
+        let blend = sigmoid(3.0 / 0.05);
+        for (loss, wanted) in [
+            (LossType::Sigmoid, s(3.0)),
+            (LossType::Hinge, 0.0),
+            (LossType::Ipo, (1.0 / 4.0 + 0.5 / 2.0 - 0.25_f64).powi(2)),
+            (LossType::SigmoidNorm, s(2.0 * (1.0 / 4.0 + 0.5 / 2.0))),
+            (LossType::Robust, (0.75 * s(3.0) - 0.25 * s(-3.0)) / 0.5),
+            (LossType::ExoPair, p * (p / 0.75).ln() + (1.0 - p) * ((1.0 - p) / 0.25).ln()),
+            (LossType::NcaPair, s(2.0) + 0.5 * s(-2.0) + 0.5 * s(1.0)),
+            (LossType::BcoPair, s(2.0) + s(1.0)),
+            (LossType::SppoHard, 0.75_f64.powi(2) + 0.25_f64.powi(2)),
+            (LossType::Aot, 0.75 * s(3.0) + 0.25 * s(-3.0)),
+            (LossType::ApoZero, 1.0 - sigmoid(2.0) + sigmoid(-1.0)),
+            (LossType::ApoDown, sigmoid(2.0) + 1.0 - sigmoid(3.0)),
+            (LossType::Discopop, s(3.0) * (1.0 - blend) + (-3.0_f64).exp() * blend),
+        ] {
+            let pair = LogRatios { ratios: [1.0, -0.5], tokens: [4.0, 2.0] };
+            let value = pair_loss(&keys, loss, pair).value;
+            assert!((value - wanted).abs() < 1e-12, "{loss}: {value} {wanted}");
+        }
+    }
+}

@@ -105,15 +105,21 @@ impl<'a> Scored<'a> {
         })
     }
 
-    /// Iterates over the positions of a sample that are scored.
-    pub(super) fn positions(&self, sample: &Sample) -> impl Iterator<Item = usize> + Clone + '_ {
+    /// Iterates over all scored positions of a sample.
+    pub(super) fn positions(&self, sample: &Sample) -> impl Iterator<Item = usize> + '_ {
         let positions = sample.start..sample.start + sample.len;
         positions.filter(|at| self.targets[*at] != IGNORE)
     }
 
-    /// Returns the sum of `values: [N]` over the scored positions of a sample.
+    /// Iterates over the scored positions of a sample's answer: those with a target of the batch.
+    pub(super) fn answer(&self, sample: &Sample) -> impl Iterator<Item = usize> + use<'a> {
+        let (targets, positions) = (&self.batch.targets, sample.start..sample.start + sample.len);
+        positions.filter(|at| targets[*at] != IGNORE)
+    }
+
+    /// Returns the sum of `values: [N]` over the answer of a sample.
     pub(super) fn sum_of(&self, sample: &Sample, values: &[f64]) -> f64 {
-        self.positions(sample).map(|at| values[at]).sum()
+        self.answer(sample).map(|at| values[at]).sum()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Objectives, one a file: each computes a loss and its gradient from the hidden states after the
 //! last block. `objective.kind` of the recipe chooses one.
 
+mod cpo;
 mod cross_entropy;
 mod dpo;
 mod dpo_loss;
@@ -9,6 +10,7 @@ mod evaluation;
 mod expert_load;
 mod log_probs;
 mod metric_sum;
+mod orpo;
 mod pairs;
 mod totals;
 
@@ -23,14 +25,16 @@ pub use expert_load::ExpertLoad;
 pub use metric_sum::MetricSum;
 pub use totals::StepTotals;
 
+use self::cpo::Cpo;
 use self::dpo::Dpo;
 use self::log_probs::ByLogProbs;
+use self::orpo::Orpo;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{HeadWeights, ModelConfig};
 use crate::ops::cross_entropy::{LossSum, TokenScore};
 use crate::recipe::ObjectiveSection;
-use crate::recipe::enums::ObjectiveKind;
+use crate::recipe::enums::{LossType, ObjectiveKind};
 use crate::runtime::rng::RngStream;
 
 /// A loss over the hidden states of a micro-batch.
@@ -147,6 +151,15 @@ pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
     match section.kind {
         ObjectiveKind::CrossEntropy => Arc::new(CrossEntropy),
         ObjectiveKind::Dpo => Arc::new(ByLogProbs(Dpo { keys: section.clone() })),
+        ObjectiveKind::Orpo => Arc::new(ByLogProbs(Orpo { beta: section.beta })),
+        ObjectiveKind::Cpo => {
+            let loss = section.losses().first().copied().unwrap_or(LossType::Sigmoid);
+            Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss, alpha: section.cpo_alpha }))
+        }
+        ObjectiveKind::Simpo => {
+            Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss: LossType::Simpo, alpha: 0.0 }))
+        }
+        ObjectiveKind::Kto | ObjectiveKind::Reward => Arc::new(CrossEntropy), // WIP
     }
 }
 

@@ -35,6 +35,30 @@ pub(super) fn num_targets(batch: &Batch, sample: &Sample) -> usize {
     targets.iter().filter(|target| **target != IGNORE).count()
 }
 
+/// The log-probabilities of the two answers of a pair.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PairLogProbs {
+    /// The sum over the tokens of each answer.
+    pub(super) sums: [f64; 2],
+    /// The number of tokens of each answer.
+    pub(super) tokens: [f64; 2],
+}
+
+impl PairLogProbs {
+    pub(super) fn of(scored: &Scored<'_>, pair: &Pair) -> Self {
+        let sample = |side: usize| &scored.batch.samples[pair.sides[side]];
+        PairLogProbs {
+            sums: [0, 1].map(|side| scored.sum_of(sample(side), &scored.log_probs)),
+            tokens: [0, 1].map(|side| scored.answer(sample(side)).count() as f64),
+        }
+    }
+
+    /// Returns the means over the tokens.
+    pub(super) fn means(self) -> [f64; 2] {
+        [0, 1].map(|side| self.sums[side] / self.tokens[side].max(1.0))
+    }
+}
+
 /// The metrics of rewards, summed over pairs.
 #[derive(Debug, Default)]
 pub(super) struct RewardMetrics {
@@ -74,10 +98,8 @@ impl RewardMetrics {
 /// Returns the share of the chosen answers' tokens that have the largest logit.
 pub(super) fn chosen_accuracy(scored: &Scored<'_>, pairs: &[Pair]) -> MetricSum {
     let chosen = pairs.iter().map(|pair| &scored.batch.samples[pair.sides[0]]);
-    let targets = &scored.batch.targets;
-    let at = chosen.flat_map(|sample| sample.start..sample.start + sample.len).filter(|at| targets[*at] != IGNORE);
-    let (hits, count) = at.fold((0.0, 0.0), |(hits, count), at| {
-        (hits + f64::from(u8::from(scored.hits[at])), count + 1.0)
-    });
+    let at: Vec<usize> = chosen.flat_map(|sample| scored.answer(sample)).collect();
+    let hits = at.iter().filter(|at| scored.hits[**at]).count() as f64;
+    let count = at.len() as f64;
     MetricSum { name: "mean_token_accuracy", sum: hits, count }
 }
