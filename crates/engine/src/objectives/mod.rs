@@ -118,6 +118,8 @@ pub(crate) struct StepSums {
 pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
     match section.kind {
         ObjectiveKind::CrossEntropy => Arc::new(CrossEntropy),
+        // Replaced by the branch pref-loss.
+        _ => Arc::new(CrossEntropy),
     }
 }
 
