@@ -134,7 +134,7 @@ impl Session {
     /// The loss is not finite, or an operation of the device fails.
     pub fn evaluate(&self) -> Result<Option<Evaluation>> {
         let Some(held_out) = &self.plan.held_out else { return Ok(None) };
-        let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.data.longest_row();
+        let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.longest_group();
         let batches: Vec<Batch> = data::batch::in_order(held_out.dataset.examples(), tokens).collect();
         self.trainer.evaluate(&batches).map(Some)
     }

@@ -38,7 +38,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut tokenizer = Tokenizer::load(&folder)?;
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
-    let loader = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
+    let loader = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?.for_objective(&recipe);
     loader.warnings().iter().for_each(|text| terminal.warn(text));
     let (train, held_out) = loader.load_run(&recipe.data, recipe.train.seed, &resolver)?;
     let (train, held_out) = (train.dataset, held_out.map(|held_out| held_out.dataset));
@@ -82,7 +82,7 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         with_commas(longest)
     );
     if recipe.data.packing {
-        let room = sampler.num_units() * recipe.data.longest_row();
+        let room = sampler.num_units() * recipe.longest_group();
         let share = 100.0 * total as f64 / room.max(1) as f64;
         let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(room as u64));
     }

@@ -26,7 +26,7 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     warn_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
-    let tokens = recipe.train.micro_batch_rows() * recipe.data.longest_row();
+    let tokens = recipe.train.micro_batch_rows() * recipe.longest_group();
     let total = dataset.len();
     let batches: Vec<Batch> = data::batch::in_order(dataset.examples(), tokens).collect();
     let evaluation = engine.evaluate(&CrossEntropy, &batches, |_| Ok(None), |rows| {

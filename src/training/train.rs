@@ -353,6 +353,6 @@ impl TrainRun<'_> {
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
     let Some(held_out) = &plan.held_out else { return Vec::new() };
-    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.longest_row();
+    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.longest_group();
     data::batch::in_order(held_out.dataset.examples(), tokens).collect()
 }

@@ -62,8 +62,11 @@ impl Batch {
     /// The same tokens without targets and roles: no loss, and gradients of zero.
     pub fn without_targets(&self) -> Self {
         let plain = |sample: &Sample| Sample { role: Role::Plain, ..*sample };
-        let samples = self.samples.iter().map(plain).collect();
-        Batch { targets: vec![IGNORE; self.targets.len()], samples, ..self.clone() }
+        Batch {
+            targets: vec![IGNORE; self.targets.len()],
+            samples: self.samples.iter().map(plain).collect(),
+            ..self.clone()
+        }
     }
 
     /// Number of tokens, T.
@@ -115,10 +118,15 @@ impl Step {
     }
 }
 
+/// The examples that stay together: neighbours of one group, or an example by itself.
+pub(super) fn groups_of(examples: &[Example]) -> impl Iterator<Item = &[Example]> {
+    examples.chunk_by(|a, b| a.group.is_some() && a.group == b.group)
+}
+
 /// Micro-batches of at most `max_tokens` tokens, in the order of the examples, for evaluation. A
 /// group of examples shares one micro-batch; a longer group gets a micro-batch of its own.
 pub fn in_order(examples: &[Example], max_tokens: usize) -> impl Iterator<Item = Batch> {
-    let mut groups = examples.chunk_by(|a, b| a.group.is_some() && a.group == b.group).peekable();
+    let mut groups = groups_of(examples).peekable();
     let (mut next, mut first_token) = (0, 0);
     std::iter::from_fn(move || {
         let (start, mut tokens) = (next, 0);

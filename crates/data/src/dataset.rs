@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use rayon::prelude::*;
 
 use super::answer_groups::AnswerGroups;
+use super::batch::groups_of;
 use super::child_pool::MOST_ENDED;
 use super::encode::{Encoder, Encoding, Example};
 use super::example_source::ExampleSource;
@@ -139,6 +140,12 @@ impl Dataset {
     /// The examples, in the order of the files.
     pub fn examples(&self) -> &[Example] {
         &self.examples
+    }
+
+    /// Number of tokens of each group of examples that stay together; see
+    /// [`ExampleSource::group`].
+    pub fn group_lengths(&self) -> impl Iterator<Item = usize> {
+        groups_of(&self.examples).map(|group| group.iter().map(|example| example.ids.len()).sum())
     }
 
     /// Number of examples.

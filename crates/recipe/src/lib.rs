@@ -218,6 +218,12 @@ impl Recipe {
         layers::load(layers)
     }
 
+    /// Maximum tokens of the examples that stay together: those of a row, or of both answers of a
+    /// pair.
+    pub fn longest_group(&self) -> usize {
+        self.data.longest_row().saturating_mul(self.objective.examples_of_row())
+    }
+
     /// Values in the text of a recipe, in the form of [`Recipe::values`]; none if it is no TOML of
     /// sections.
     pub fn values_of(text: &str) -> Option<BTreeMap<String, String>> {

@@ -27,6 +27,15 @@ impl ObjectiveSection {
         matches!(self.kind, ObjectiveKind::Dpo | ObjectiveKind::Kto)
     }
 
+    /// Number of examples that a row becomes at most, which stay together in a micro-batch.
+    pub fn examples_of_row(&self) -> usize {
+        match self.kind.rows() {
+            ObjectiveRows::Single => 1,
+            ObjectiveRows::Pairs => 2,
+            ObjectiveRows::Labelled => 1 + usize::from(self.needs_mismatched()),
+        }
+    }
+
     /// True if the rows need mismatched answers: those of KTO, for its estimate of the divergence.
     pub fn needs_mismatched(&self) -> bool {
         self.kind == ObjectiveKind::Kto && self.losses() == [LossType::Kto]

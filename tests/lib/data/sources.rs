@@ -1,6 +1,6 @@
 //! Files of every kind to rows, and rows of every format to records.
 
-use finetune::recipe::enums::DataFormat;
+use finetune::recipe::enums::{DataFormat, ObjectiveRows};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use finetune::data::format::{convert, detect};
 use finetune::data::source::{DataFile, RawRow, read};
-use finetune::data::{Origin, ParsedRow, RowOrigin, Split};
+use finetune::data::{Origin, ParsedRow, RowOrigin, Split, Task};
 
 use super::folder;
 
@@ -235,19 +235,19 @@ fn formats_are_recognised() {
         (json!({"text": "a", "meta": 1}), DataFormat::Text),
     ];
     for (row, format) in table {
-        let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
+        let (found, why) = detect(&rows(&[row.clone(, ObjectiveRows::Single), row.clone()])).unwrap();
         assert_eq!(found, format, "{row}");
         assert!(why.starts_with(&format!("{format}: every row has `")), "{why}");
     }
-    let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
+    let (found, why) = detect(&rows(&[json!({"text": "a"}, ObjectiveRows::Single), json!({"text": "b"}), json!({"x": 1})])).unwrap();
     assert_eq!((found, why.as_str()), (DataFormat::Text, "text: 2 of 3 rows have `text`"));
-    let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
+    let error = detect(&rows(&[json!({"text": "a"}, ObjectiveRows::Single), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
     assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
 }
 
 fn record(row: Value, format: DataFormat) -> Result<Option<ParsedRow>, String> {
-    convert(row.as_object().unwrap(), format).map_err(|fault| fault.why)
+    convert(row.as_object().unwrap(), format, ObjectiveRows::Single).map_err(|fault| fault.why)
 }
 
 fn messages(row: Value, format: DataFormat) -> (Vec<Value>, Option<Value>) {
@@ -313,9 +313,7 @@ fn parts_and_calls_become_regular() {
 #[test]
 fn other_formats_become_records() {
     let task = |input: &str| ParsedRow::Task {
-        system: None,
-        instruction: "a".into(),
-        input: input.into(),
+        task: Task { system: None, instruction: "a".into(), input: input.into() },
         output: "b".into(),
     };
     let pair = |prompt: &str, completion: &str| ParsedRow::Pair {

@@ -118,7 +118,7 @@ impl Plan {
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
-        let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
+        let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.for_objective(&recipe).at(now);
         let (train, held_out) = dataset_loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
         decide_accumulation(&mut recipe, Some(&train.dataset), world.all)?;
         let inputs = StepInputs {
