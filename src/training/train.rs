@@ -14,6 +14,7 @@ use super::device_failure::explained;
 use super::earlier::EarlierRun;
 use super::monitoring::{self, SharedLogCommand};
 use super::output_folder::{METRICS, OutputFolder, RECIPE, lies_in};
+use super::reference::{batches_in_order, with_reference};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::Showcase;
@@ -27,7 +28,7 @@ use crate::checkpoint::{
 };
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
-use crate::data::{self, Batch};
+use crate::data;
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::loading::BaseCheck;
@@ -129,11 +130,12 @@ impl TrainRun<'_> {
         world.enter(Phase::Meet)?;
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
-        let mut trainer = self.load(Arc::clone(&world), device)?;
+        let trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
+        let mut trainer = with_reference(self, trainer, &*world)?;
         let tokenizer = &plan.dataset_loader.tokenizer;
         let before = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         if first {
@@ -239,7 +241,7 @@ impl TrainRun<'_> {
         TrainLoop {
             trainer,
             steps: &mut sampler,
-            held_out: held_out_batches(plan),
+            held_out: plan.held_out.iter().flat_map(|rows| batches_in_order(plan, &rows.dataset)).collect(),
             best: self.best_so_far(output, first),
             reporter: if first { Some(self.reporter(state, log)?) } else { None },
             saver,
@@ -349,10 +351,4 @@ impl TrainRun<'_> {
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
-}
-
-fn held_out_batches(plan: &Plan) -> Vec<Batch> {
-    let Some(held_out) = &plan.held_out else { return Vec::new() };
-    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.longest_group();
-    data::batch::in_order(held_out.dataset.examples(), tokens).collect()
 }

@@ -42,6 +42,7 @@ mod ops;
 mod optimizer_state;
 mod packed_bases;
 mod packed_bases_kept;
+mod preference;
 mod published;
 mod quant;
 mod recipe;

@@ -116,6 +116,10 @@ impl LogProbLoss for Dpo {
         true
     }
 
+    fn is_precomputed(&self) -> bool {
+        self.keys.precompute_ref_log_probs
+    }
+
     fn needs_alignments(&self) -> bool {
         self.keys.use_weighting
     }

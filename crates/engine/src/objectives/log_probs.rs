@@ -33,6 +33,11 @@ pub(super) trait LogProbLoss: Debug + Send + Sync {
         false
     }
 
+    /// Returns true if the log-probabilities of the reference are computed before the first step.
+    fn is_precomputed(&self) -> bool {
+        false
+    }
+
     /// Returns true if the loss needs [`Scored::alignments`].
     fn needs_alignments(&self) -> bool {
         false
@@ -150,7 +155,11 @@ impl<L: LogProbLoss> Objective for ByLogProbs<L> {
     fn cost(&self) -> ObjectiveCost {
         // A score, an f64 and two f32 for each position.
         let bytes_per_token = 2 * size_of::<f64>() + 2 * size_of::<f32>();
-        ObjectiveCost { head_forwards: 1 + usize::from(self.0.needs_alignments()), bytes_per_token, ..ObjectiveCost::default() }
+        ObjectiveCost {
+            extra_forwards: usize::from(self.0.has_reference() && !self.0.is_precomputed()),
+            head_forwards: 1 + usize::from(self.0.needs_alignments()),
+            bytes_per_token,
+        }
     }
 
     fn has_reference(&self) -> bool {
