@@ -7,7 +7,7 @@ use crate::cli::EvalArgs;
 use crate::data::{self, Batch, Split};
 use crate::error::Result;
 use crate::loading::{EngineOptions, LoadedModel, Resolver, Trains};
-use crate::objectives::CrossEntropy;
+use crate::objectives::{CrossEntropy, StepTotals};
 use crate::recipe::Recipe;
 
 /// Evaluates a model on rows.
@@ -29,7 +29,7 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let tokens = recipe.train.micro_batch_rows() * recipe.longest_group();
     let total = dataset.len();
     let batches: Vec<Batch> = data::batch::in_order(dataset.examples(), tokens).collect();
-    let evaluation = engine.evaluate(&CrossEntropy, &batches, |_| Ok(None), |rows| {
+    let evaluation = engine.evaluate(&CrossEntropy, (&batches, StepTotals::of(&batches)), |_| Ok(None), |rows| {
         terminal.detail(format!("{rows} of {total} rows"));
     })?;
     let figures = [

@@ -62,7 +62,7 @@ impl GoldenRun {
             let batches: Vec<Batch> = names
                 .take_while(has)
                 .map(|name| {
-                    let batch = pairs(&files, &name, first_token, &mut example);
+                    let batch = micro_batch(&files, &name, first_token, &mut example);
                     first_token += batch.len() as u64;
                     batch
                 })
@@ -153,7 +153,10 @@ impl GoldenRun {
             let engine = base.engine(trains, &options)?;
             let section = self.section();
             let mut trainer = Trainer::new(engine, self.options())?.with_objective(objective(&section));
-            if section.has_reference() && (is_full || section.precompute_ref_log_probs) {
+            // The reference of an adapter that has learned is that adapter.
+            let has_learned = self.run.get("random_b").is_some();
+            let precomputes = is_full || has_learned || section.precompute_ref_log_probs;
+            if section.has_reference() && precomputes {
                 trainer = self.precomputed(trainer, &steps)?;
             }
             steps.iter().map(|step| trainer.step(step)).collect()
@@ -238,11 +241,22 @@ impl Rows {
     }
 }
 
-/// Returns the pairs of one micro-batch of TRL as a micro-batch.
-fn pairs(files: &ModelFiles, name: &str, first_token: u64, example: &mut u32) -> Batch {
+/// Returns one micro-batch of TRL: pairs, or answers with a label and mismatched ones.
+fn micro_batch(files: &ModelFiles, name: &str, first_token: u64, example: &mut u32) -> Batch {
     let mut batch = Batch { first_token, ..Batch::default() };
     let chosen = Role::Chosen { margin: 0.0 };
-    if files.info(&format!("{name}chosen_input_ids")).is_some() {
+    if files.info(&format!("{name}label")).is_some() {
+        let rows = Rows::read(files, name, "");
+        let has_mismatched = files.info(&format!("{name}KL_input_ids")).is_some();
+        let mismatched = has_mismatched.then(|| Rows::read(files, name, "KL_"));
+        for (row, label) in files.bytes(&format!("{name}label")).unwrap().iter().enumerate() {
+            let role = if *label == 1 { Role::Desirable } else { Role::Undesirable };
+            rows.add(row, &mut batch, role, example);
+            if let Some(mismatched) = &mismatched {
+                mismatched.add(row, &mut batch, Role::Mismatched, example);
+            }
+        }
+    } else if files.info(&format!("{name}chosen_input_ids")).is_some() {
         let [better, worse] = ["chosen_", "rejected_"].map(|prefix| Rows::read(files, name, prefix));
         for row in 0..better.ids.len() {
             better.add(row, &mut batch, chosen, example);
@@ -259,7 +273,7 @@ fn pairs(files: &ModelFiles, name: &str, first_token: u64, example: &mut u32) ->
     batch
 }
 
-/// Returns each pair of a micro-batch as a micro-batch.
+/// Returns each pair of a micro-batch, or each answer with its mismatched one, as a micro-batch.
 fn single_groups(batch: &Batch) -> Vec<Batch> {
     let pair = |samples: &[Sample]| {
         let start = samples[0].start;
@@ -272,7 +286,8 @@ fn single_groups(batch: &Batch) -> Vec<Batch> {
             num_samples: samples.len(),
         }
     };
-    batch.samples.chunks(2).map(pair).collect()
+    let continues = |_: &Sample, next: &Sample| matches!(next.role, Role::Rejected | Role::Mismatched);
+    batch.samples.chunk_by(continues).map(pair).collect()
 }
 
 fn follows_alone(name: &str) {
@@ -292,7 +307,7 @@ fn dpo_follows_trl() {
     for name in ["sigmoid", "sigmoid_qwen3", "sigmoid_b05", "plain_llama3", "accum3"] {
         follows(&format!("dpo/dpo_{name}"));
     }
-    for name in ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one"] {
+    for name in ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one", "accum3_rpo_as_one"] {
         follows_alone(&format!("dpo/dpo_{name}"));
     }
 }
@@ -317,7 +332,36 @@ fn variants_of_dpo_follow_trl() {
 /// The reference is computed before the first step.
 #[test]
 fn dpo_with_a_precomputed_reference_follows_trl() {
-    for name in ["precompute", "full", "full_qwen3", "full_precompute"] {
+    for name in ["precompute", "full", "full_qwen3", "full_precompute", "adapter_reference"] {
         follows(&format!("dpo/dpo_{name}"));
+    }
+}
+
+/// A cross-entropy of the chosen row with its prompt, and odds of mean log-probabilities.
+#[test]
+fn orpo_follows_trl() {
+    for name in ["orpo", "full", "plain_llama3"] {
+        let name = if name == "orpo" { name.to_owned() } else { format!("orpo_{name}") };
+        follows(&format!("orpo/{name}"));
+    }
+}
+
+#[test]
+fn cpo_and_simpo_follow_trl() {
+    for name in ["cpo", "simpo", "simpo_qwen3_accum3"] {
+        follows(&format!("cpo/{name}"));
+    }
+    for name in ["cpo_hinge", "cpo_ipo", "cpo_simpo", "cpo_smoothing"] {
+        follows_alone(&format!("cpo/{name}"));
+    }
+}
+
+#[test]
+fn kto_follows_trl() {
+    for name in ["kto", "kto_full", "kto_weights", "kto_apo_zero"] {
+        follows(&format!("kto/{name}"));
+    }
+    for name in ["kto_from_pairs", "kto_one_sided", "kto_precompute"] {
+        follows_alone(&format!("kto/{name}"));
     }
 }

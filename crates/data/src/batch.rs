@@ -69,6 +69,19 @@ impl Batch {
         }
     }
 
+    /// The samples whose role passes `is_part`, with their tokens; `None` without such a sample.
+    pub fn only(&self, is_part: impl Fn(Role) -> bool) -> Option<Self> {
+        let mut part = Batch { first_token: self.first_token, ..Batch::default() };
+        for sample in self.samples.iter().filter(|sample| is_part(sample.role)) {
+            let tokens = sample.start..sample.start + sample.len;
+            part.samples.push(Sample { start: part.ids.len(), ..*sample });
+            part.ids.extend_from_slice(&self.ids[tokens.clone()]);
+            part.targets.extend_from_slice(&self.targets[tokens]);
+            part.num_samples += 1;
+        }
+        (part.num_samples > 0).then_some(part)
+    }
+
     /// Number of tokens, T.
     pub fn len(&self) -> usize {
         self.ids.len()
@@ -107,15 +120,20 @@ impl Step {
         Step { micro_batches, valid, tokens, epoch }
     }
 
-    /// Returns the micro-batches of `rank` among the `size` ranks that get different rows: every
-    /// `size`-th one. A rank without one in the last round gets one without targets, so all ranks
-    /// have equally many.
+    /// Returns those of the [micro-batches](local_micro_batches) that `rank` of `size` computes.
     pub fn local_micro_batches(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
-        let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.without_targets()));
-        let turns = self.micro_batches.len().div_ceil(size);
-        let turn = |i| self.micro_batches.get(i * size + rank).map(Cow::Borrowed).or_else(idle);
-        (0..turns).filter_map(turn).collect()
+        local_micro_batches(&self.micro_batches, rank, size)
     }
+}
+
+/// Returns the micro-batches of `rank` among the `size` ranks that get different rows: every
+/// `size`-th one. A rank without one in the last round gets one without targets, so all ranks have
+/// equally many.
+pub fn local_micro_batches(batches: &[Batch], rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
+    let idle = || batches.first().map(|batch| Cow::Owned(batch.without_targets()));
+    let turns = batches.len().div_ceil(size);
+    let turn = |i| batches.get(i * size + rank).map(Cow::Borrowed).or_else(idle);
+    (0..turns).filter_map(turn).collect()
 }
 
 /// The examples that stay together: neighbours of one group, or an example by itself.

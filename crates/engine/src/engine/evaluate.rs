@@ -2,13 +2,15 @@
 
 use super::Engine;
 use crate::data::Batch;
+use crate::data::batch::local_micro_batches;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::AdapterSwitch;
 use crate::objectives::{Evaluation, Objective, ObjectiveInput, StepTotals};
 use crate::runtime::thread_pool;
 
 impl Engine {
-    /// Evaluates every batch, one per data rank at a time. `reference` returns the log-probability
+    /// Evaluates every batch, one per data rank at a time. `totals` has the counts of all batches.
+    /// `reference` returns the log-probability
     /// of each sample of a batch under the objective's reference, if it has one; all ranks call it
     /// together. Calls `seen` after each such round with the number of rows done so far. All ranks
     /// call it with the same batches.
@@ -19,11 +21,10 @@ impl Engine {
     pub fn evaluate(
         &self,
         objective: &dyn Objective,
-        batches: &[Batch],
+        (batches, totals): (&[Batch], StepTotals),
         reference: impl Fn(&Batch) -> Result<Option<Vec<f64>>>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
-        let totals = StepTotals::of(batches);
         let (mut sums, mut rows) = (Evaluation::default(), 0);
         self.in_rounds(batches, |round, mine| {
             let reference = reference(mine)?;
@@ -40,6 +41,7 @@ impl Engine {
         let mut values = sums.values();
         self.store.sum("losses of the evaluation", &mut values)?;
         sums.set(&values);
+        sums.metrics.extend(objective.derived(&sums.metrics));
         Ok(Evaluation { divisor: objective.denominator(&totals), ..sums })
     }
 
@@ -52,13 +54,8 @@ impl Engine {
         mut work: impl FnMut(&[Batch], &Batch) -> Result<()>,
     ) -> Result<()> {
         let mesh = self.store.mesh();
-        for round in batches.chunks(mesh.data_size()) {
-            match round.get(mesh.data_rank()) {
-                Some(mine) => work(round, mine)?,
-                None => work(round, &round[0].without_targets())?,
-            }
-        }
-        Ok(())
+        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
+        batches.chunks(mesh.data_size()).zip(&own).try_for_each(|(round, mine)| work(round, mine))
     }
 
     fn evaluate_batch(

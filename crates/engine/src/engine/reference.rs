@@ -5,11 +5,13 @@
 //! Otherwise the log-probabilities of all samples under it are computed before the first step, and
 //! kept with the run.
 
+use std::borrow::Cow;
+
 use super::{Engine, Trainer};
-use crate::data::{Batch, Sample};
+use crate::data::{Batch, Role, Sample};
 use crate::error::{Error, Result};
 use crate::model::AdapterSwitch;
-use crate::objectives::Objective;
+use crate::objectives::{Objective, StepTotals};
 use crate::runtime::thread_pool;
 
 /// The reference of an objective.
@@ -62,6 +64,44 @@ impl Trainer {
                 self.engine.sample_log_probs(&*self.objective, batch, AdapterSwitch::Off).map(Some)
             }
         }
+    }
+
+    /// Returns `totals` with the drift of the model from its reference, if the objective needs it:
+    /// by a forward over the mismatched answers of `batches`, this rank's micro-batches. All ranks
+    /// call it together, with equally many.
+    pub(super) fn with_drift(
+        &self,
+        totals: StepTotals,
+        batches: &[Cow<'_, Batch>],
+        data: DataUse,
+    ) -> Result<StepTotals> {
+        if !self.objective.needs_drift() {
+            return Ok(totals);
+        }
+        let mut ratios = 0.0;
+        for batch in batches {
+            // A rank without a micro-batch of its own computes with its peers.
+            let part = batch.only(|role| role == Role::Mismatched).unwrap_or_else(|| batch.without_targets());
+            let policy = self.engine.sample_log_probs(&*self.objective, &part, AdapterSwitch::On)?;
+            let reference = self.reference_of(&part, data)?.unwrap_or_default();
+            let answers = part.samples.iter().zip(policy.iter().zip(reference));
+            ratios += answers
+                .filter(|(sample, _)| sample.role == Role::Mismatched)
+                .map(|(_, (policy, reference))| policy - reference)
+                .sum::<f64>();
+        }
+        let mut sum = [ratios];
+        self.engine.store.sum("drift from the reference", &mut sum)?;
+        Ok(StepTotals { drift: (sum[0] / totals.mismatched.max(1.0)).max(0.0), ..totals })
+    }
+
+    /// Returns the part of a micro-batch that has a loss: all but the mismatched answers.
+    pub(super) fn part_with_loss<'b>(&self, batch: &'b Batch) -> Cow<'b, Batch> {
+        if !self.objective.needs_drift() {
+            return Cow::Borrowed(batch);
+        }
+        let part = batch.only(|role| role != Role::Mismatched);
+        Cow::Owned(part.unwrap_or_else(|| batch.without_targets()))
     }
 
     /// Returns the log-probability of each of `examples` examples under the model as it is now, as

@@ -1,5 +1,6 @@
 //! The optimizer step.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use super::divergence::DivergedStep;
 use super::reference::{DataUse, Reference};
 use super::{Engine, MicroStep, Stage};
 use crate::collective::Phase;
+use crate::data::batch::local_micro_batches;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{DropoutContext, ExpertBalance};
@@ -165,6 +167,7 @@ impl Trainer {
         let store = &self.engine.store;
         store.zero_gradients()?;
         let stream = RngStream::new(self.options.seed).named("dropout").part(0);
+        let batch = &*self.part_with_loss(batch);
         let reference = self.reference_of(batch, DataUse::Training)?;
         let micro_step = MicroStep {
             objective: &*self.objective,
@@ -188,8 +191,17 @@ impl Trainer {
     /// # Errors
     /// Those of [`Engine::evaluate`].
     pub fn evaluate(&self, batches: &[Batch]) -> Result<Evaluation> {
+        let mesh = self.engine.store.mesh();
+        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
+        let totals = self.with_drift(StepTotals::of(batches), &own, DataUse::Evaluation)?;
+        let with_loss = |batch: &Batch| self.part_with_loss(batch).into_owned();
+        let parts = if self.objective.needs_drift() {
+            Cow::Owned(batches.iter().map(with_loss).collect())
+        } else {
+            Cow::Borrowed(batches)
+        };
         let reference = |batch: &Batch| self.reference_of(batch, DataUse::Evaluation);
-        self.engine.evaluate(&*self.objective, batches, reference, |_| ())
+        self.engine.evaluate(&*self.objective, (&parts, totals), reference, |_| ())
     }
 
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
@@ -203,10 +215,11 @@ impl Trainer {
         // Started before the loss is read, so that the host waits for a GPU once.
         let squares = store.gradient_squares()?;
         let mut own_loss = 0.0;
-        let StepSums { loss: loss_sum, metrics, mut experts } = sums.reduce(|values| {
+        let StepSums { loss: loss_sum, mut metrics, mut experts } = sums.reduce(|values| {
             own_loss = values[0];
             store.sum("losses", values)
         })?;
+        metrics.extend(self.objective.derived(&metrics));
         let loss = loss_sum * scale;
         let grad_norm = store.norm_of(squares)?;
         if !loss.is_finite() || !grad_norm.is_finite() {
@@ -253,6 +266,8 @@ impl Trainer {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let mesh = self.engine.store.mesh();
         let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
+        let totals = self.with_drift(totals, &turns, DataUse::Training)?;
+        let turns: Vec<Cow<'_, Batch>> = turns.iter().map(|batch| self.part_with_loss(batch)).collect();
         let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
         let micro_step = |turn: usize, batch: &Batch| MicroStep {
             objective: &*self.objective,

@@ -38,6 +38,16 @@ pub(super) trait LogProbLoss: Debug + Send + Sync {
         false
     }
 
+    /// Returns true if the loss needs [`StepTotals::drift`].
+    fn needs_drift(&self) -> bool {
+        false
+    }
+
+    /// Returns a metric that follows from the sums of a step.
+    fn derived(&self, _metrics: &[MetricSum]) -> Option<MetricSum> {
+        None
+    }
+
     /// Returns true if the loss needs [`Scored::alignments`].
     fn needs_alignments(&self) -> bool {
         false
@@ -164,6 +174,14 @@ impl<L: LogProbLoss> Objective for ByLogProbs<L> {
 
     fn has_reference(&self) -> bool {
         self.0.has_reference()
+    }
+
+    fn needs_drift(&self) -> bool {
+        self.0.needs_drift()
+    }
+
+    fn derived(&self, metrics: &[MetricSum]) -> Option<MetricSum> {
+        self.0.derived(metrics)
     }
 
     fn sample_log_probs(&self, batch: &Batch, scores: &[TokenScore]) -> Vec<f64> {

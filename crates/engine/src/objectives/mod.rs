@@ -9,6 +9,7 @@ mod dual;
 mod evaluation;
 mod expert_load;
 mod log_probs;
+mod kto;
 mod metric_sum;
 mod orpo;
 mod pairs;
@@ -27,6 +28,7 @@ pub use totals::StepTotals;
 
 use self::cpo::Cpo;
 use self::dpo::Dpo;
+use self::kto::Kto;
 use self::log_probs::ByLogProbs;
 use self::orpo::Orpo;
 use crate::data::Batch;
@@ -59,6 +61,17 @@ pub trait Objective: Debug + Send + Sync {
     /// [`ObjectiveInput::reference`] has the log-probabilities of the samples under it.
     fn has_reference(&self) -> bool {
         false
+    }
+
+    /// Returns true if the objective needs [`StepTotals::drift`], which the mismatched answers of a
+    /// step give. They have no other part in the loss.
+    fn needs_drift(&self) -> bool {
+        false
+    }
+
+    /// Returns a metric that follows from the sums of a step or an evaluation, if there is one.
+    fn derived(&self, _metrics: &[MetricSum]) -> Option<MetricSum> {
+        None
     }
 
     /// Returns the log-probability of each sample of a micro-batch, given the scores of its
@@ -159,7 +172,8 @@ pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
         ObjectiveKind::Simpo => {
             Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss: LossType::Simpo, alpha: 0.0 }))
         }
-        ObjectiveKind::Kto | ObjectiveKind::Reward => Arc::new(CrossEntropy), // WIP
+        ObjectiveKind::Kto => Arc::new(ByLogProbs(Kto { keys: section.clone() })),
+        ObjectiveKind::Reward => Arc::new(CrossEntropy), // WIP
     }
 }
 

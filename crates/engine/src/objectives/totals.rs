@@ -18,6 +18,11 @@ pub struct StepTotals {
     pub chosen_tokens: f64,
     /// Number of answers with a label, good or bad.
     pub labelled: f64,
+    /// Number of mismatched answers.
+    pub mismatched: f64,
+    /// The drift of the model from its reference: the mean log-ratio of the mismatched answers, at
+    /// least 0. The trainer computes it before the losses if the objective needs it.
+    pub drift: f64,
 }
 
 impl StepTotals {
@@ -37,7 +42,8 @@ impl StepTotals {
                         totals.chosen_tokens += sample.len.saturating_sub(1) as f64;
                     }
                     Role::Desirable | Role::Undesirable => totals.labelled += 1.0,
-                    Role::Plain | Role::Rejected | Role::Mismatched => {}
+                    Role::Mismatched => totals.mismatched += 1.0,
+                    Role::Plain | Role::Rejected => {}
                 }
             }
         }
