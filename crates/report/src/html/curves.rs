@@ -100,8 +100,10 @@ impl<'a> Curves<'a> {
         let best = self.best().map(|r| (r.step as f64, r.eval_loss)).into_iter().collect();
         let best = Series { name: "best held out".into(), class: "b", mark: Mark::Ring, points: best };
         let losses = vec![self.line("training", |r| r.loss), held_out, best];
+        let is_preference = self.steps.iter().any(|r| r.objective.contains_key("rewards/chosen"));
+        let unit = if is_preference { "" } else { "nats per token" };
         let mut all = vec![
-            Self::chart("Loss", "nats per token", false, losses),
+            Self::chart("Loss", unit, false, losses),
             Self::chart("Learning rate", "", true, vec![self.line("learning rate", |r| r.learning_rate)]),
             Self::chart(
                 "Gradient norm",
