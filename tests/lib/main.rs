@@ -45,6 +45,7 @@ mod packed_bases_kept;
 mod published;
 mod quant;
 mod recipe;
+mod recipe_objective;
 mod rendezvous;
 mod report;
 mod report_page;
