@@ -2,9 +2,9 @@
 
     python3 datasets/make_pairs.py
 
-- pairs-train.jsonl, pairs-heldout.jsonl: a story with a question, the right answer (`chosen`), and another value of the
-  same kind (`rejected`).
-- labelled-train.jsonl, labelled-heldout.jsonl: the same with one answer and its `label`.
+- pairs-train.jsonl: a story with a question, the right answer (`chosen`), and another value of the same kind
+  (`rejected`).
+- labelled-train.jsonl: other stories, each with one answer and its `label`.
 """
 import hashlib
 import json
@@ -25,10 +25,9 @@ def number(text, below):
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % below
 
 
-def rows(split, first, count):
-    """Question, right answer and wrong answer of `count` rows from `first` on."""
-    lines = (FOLDER / f"questions-{split}.jsonl").read_text().splitlines()
-    for line in lines[first : first + count]:
+def rows(first, last):
+    """Question, right answer and wrong answer of the rows from `first` to `last`."""
+    for line in (FOLDER / "questions-train.jsonl").read_text().splitlines()[first:last]:
         question, answer = json.loads(line)["messages"]
         kind = next(kind for kind in KINDS if answer["content"] in kind)
         others = [value for value in kind if value != answer["content"]]
@@ -41,18 +40,16 @@ def write(name, made):
     (FOLDER / name).write_text(text)
 
 
-def pairs(split, count):
-    for question, answer, wrong in rows(split, 0, count):
+def pairs(first, last):
+    for question, answer, wrong in rows(first, last):
         yield {"prompt": [question], "chosen": [answer], "rejected": [wrong]}
 
 
-def labelled(split, first, count):
-    for question, answer, wrong in rows(split, first, count):
+def labelled(first, last):
+    for question, answer, wrong in rows(first, last):
         label = number(question["content"] + "label", 2) == 1
         yield {"prompt": [question], "completion": [answer if label else wrong], "label": label}
 
 
-write("pairs-train.jsonl", pairs("train", 400))
-write("pairs-heldout.jsonl", pairs("heldout", 80))
-write("labelled-train.jsonl", labelled("train", 400, 400))
-write("labelled-heldout.jsonl", labelled("heldout", 80, 70))
+write("pairs-train.jsonl", pairs(0, 400))
+write("labelled-train.jsonl", labelled(400, 800))

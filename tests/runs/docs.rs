@@ -126,7 +126,9 @@ fn place() -> Place {
     fs::rename(place.path("model"), place.path("MODEL")).unwrap();
     fs::rename(place.path("rows.jsonl"), place.path("ROWS.jsonl")).unwrap();
     fs::copy(place.path("ROWS.jsonl"), place.path("TEST.jsonl")).unwrap();
-    fs::copy(root().join("datasets/pairs-heldout.jsonl"), place.path("PAIRS.jsonl")).unwrap();
+    let pairs = fs::read_to_string(root().join("datasets/pairs-train.jsonl")).unwrap();
+    let pairs: String = pairs.lines().take(40).map(|line| format!("{line}\n")).collect();
+    fs::write(place.path("PAIRS.jsonl"), pairs).unwrap();
     copy_folder(&golden("train/lora/adapter_final"), &place.path("ADAPTER"));
     copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &place.path("MODEL-gptq"));
     fs::copy(golden("qbases/models/tiny-gguf-q8_0/model.gguf"), place.path("MODEL.gguf")).unwrap();

@@ -94,6 +94,7 @@ impl Dataset {
         needs_met(&source.rows, &formats, tokenizer, template)?;
         let has_chats = is_rendered(&source.rows, &formats);
         if let Some(template) = template.filter(|_| has_chats) {
+            report.rendered = true;
             report.notes.push(format!("chat template: {}", template.described()));
             report.warnings.extend(template.split_markers(tokenizer)?);
         }

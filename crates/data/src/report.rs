@@ -23,6 +23,8 @@ pub struct DataReport {
     pub examples: usize,
     /// The format of the rows, and the reason for it.
     pub why: String,
+    /// True if a chat template renders the rows of a format.
+    pub rendered: bool,
     /// Further notes for the user.
     pub notes: Vec<String>,
     /// Warnings on the tokenizer and the chat template, for all rows.

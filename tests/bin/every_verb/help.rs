@@ -335,6 +335,7 @@ fn help_of_every_verb() {
     Examples:
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all
+      finetune data --model Qwen/Qwen2.5-0.5B --dataset pairs.jsonl --set objective.kind=dpo
     ");
     assert_snapshot!(told(&["recipes", "--help"]), @"
     exit 0

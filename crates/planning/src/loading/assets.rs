@@ -24,9 +24,7 @@ assets! {
     "questions-train.jsonl": "datasets" ["questions-train.jsonl"],
     "questions-heldout.jsonl": "datasets" ["questions-heldout.jsonl"],
     "pairs-train.jsonl": "datasets" ["pairs-train.jsonl"],
-    "pairs-heldout.jsonl": "datasets" ["pairs-heldout.jsonl"],
     "labelled-train.jsonl": "datasets" ["labelled-train.jsonl"],
-    "labelled-heldout.jsonl": "datasets" ["labelled-heldout.jsonl"],
 }
 
 /// Unpacks `builtin:name`; returns the folder of a model, or the file of a data set.
