@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, Resolver};
 use crate::model::ModelConfig;
 use crate::planning::{decide_accumulation, decide_rows, held_out_report, sampler_options};
-use crate::recipe::{OnBadRow, Recipe};
+use crate::recipe::{ObjectiveRows, OnBadRow, Recipe};
 use crate::units;
 
 /// Shows rows as tokens and masks.
@@ -72,7 +72,12 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     }
     let total = lengths.iter().sum::<usize>();
     let longest = lengths.iter().max().copied().unwrap_or(0);
-    let unit = if recipe.data.packing { "packed row" } else { "row" };
+    let unit = match (recipe.data.packing, recipe.objective.kind.rows()) {
+        (true, _) => "packed row",
+        (false, ObjectiveRows::Single) => "row",
+        (false, ObjectiveRows::Pairs) => "pair",
+        (false, ObjectiveRows::Labelled) => "labelled answer",
+    };
     let in_words = |n: usize, what: &str| if n == 1 { format!("one {what}") } else { units::exact(n, what) };
     let mut text = format!(
         "an epoch is {} of {} ({} tokens on average); a micro-batch has {} tokens at most and no padding\n",

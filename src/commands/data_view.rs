@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::data::{Dataset, Example, ExampleFigures, Tokenizer};
+use crate::data::{Dataset, Example, ExampleFigures, Role, Tokenizer};
 use crate::error::Result;
 use crate::report::Terminal;
 use crate::report::html::{HtmlReport, MaskedRow};
@@ -43,8 +43,11 @@ pub(super) struct DataView<'a> {
 }
 
 impl DataView<'_> {
+    /// The examples of the first rows, each with the number of its row. The answers of a row share
+    /// one number.
     fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
-        self.train.examples().iter().take(self.rows).enumerate().map(|(at, example)| (at + 1, example))
+        let groups = self.train.groups().take(self.rows).enumerate();
+        groups.flat_map(|(at, group)| group.iter().map(move |example| (at + 1, example)))
     }
 
     fn masked(&self) -> Result<Vec<MaskedRow>> {
@@ -53,9 +56,8 @@ impl DataView<'_> {
 
     /// Prints rows as text, then a summary of all rows.
     pub(super) fn print_text(&self, terminal: &Terminal) -> Result<()> {
-        for (number, row) in self.masked()?.into_iter().enumerate() {
-            let (tokens, trained) = (units::exact(row.tokens, "token"), row.trained_tokens);
-            let head = format!("row {}, {}: {tokens}, {trained} trained\n", number + 1, row.origin);
+        for ((number, example), row) in self.shown().zip(self.masked()?) {
+            let head = head(number, example);
             let mut pieces = vec![(head, false)];
             let ends_line = row.pieces.last().is_some_and(|(text, _)| text.ends_with('\n'));
             pieces.extend(row.pieces);
@@ -74,8 +76,7 @@ impl DataView<'_> {
     }
 
     fn table(&self, number: usize, example: &Example) -> Result<String> {
-        let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
-        let mut text = format!("row {number}, {}: {tokens}, {trained} trained\n", example.origin);
+        let mut text = head(number, example);
         for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
             let piece = self.tokenizer.decode(&[*id], false)?;
             let token = self.tokenizer.token(*id).unwrap_or_default();
@@ -100,13 +101,20 @@ impl DataView<'_> {
                 if at > 0 && example.trained[at] { json!(id) } else { json!(NOT_TRAINED) }
             };
             let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
-            json!({
+            let mut shown = json!({
                 "row": number,
-                "origin": row.origin,
+                "origin": example.origin.to_string(),
                 "input_ids": example.ids,
                 "labels": example.ids.iter().enumerate().map(label).collect::<Vec<Value>>(),
                 "text": pieces.collect::<Vec<Value>>(),
-            })
+            });
+            if example.role != Role::Plain {
+                shown["role"] = json!(example.role.to_string());
+            }
+            if let Role::Chosen { margin } = example.role {
+                shown["margin"] = json!(margin);
+            }
+            shown
         });
         let held_out = self.held_out.map(|held_out| {
             let (alike, rows) = held_out.count_alike(self.train);
@@ -147,4 +155,15 @@ impl DataView<'_> {
         };
         OUTPUT.write(path, &report.render().replacen("<!doctype html>\n", BEGINNING, 1))
     }
+}
+
+/// The line above an example: its row, its part in the objective, its place, numbers of tokens.
+fn head(number: usize, example: &Example) -> String {
+    let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
+    let (role, what) = match example.role {
+        Role::Plain => (String::new(), "trained"),
+        Role::Chosen { margin } if margin != 0.0 => (format!("chosen (margin {margin}), "), "in the answer"),
+        role => (format!("{role}, "), "in the answer"),
+    };
+    format!("row {number}, {role}{}: {tokens}, {trained} {what}\n", example.origin)
 }

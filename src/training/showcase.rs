@@ -7,7 +7,7 @@ use crate::engine::{Engine, RunSummary, TokenSampler};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::parallel::ShardingStrategy;
 use crate::planning::Plan;
-use crate::recipe::Offload;
+use crate::recipe::{ObjectiveKind, Offload};
 use crate::report::html::AnsweredQuestion;
 use crate::report::{EvalReport, HeldOutAnswer, Terminal};
 use crate::units;
@@ -57,11 +57,14 @@ impl Showcase {
             () if samples > 0 => ANSWER_TOKENS.0,
             () => affordable_tokens(plan),
         };
-        let Some(held_out) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
+        // A reward model answers nothing.
+        let answers = tokens > 0 && plan.recipe.objective.kind != ObjectiveKind::Reward;
+        let Some(held_out) = plan.held_out.as_ref().filter(|_| answers) else {
             return Ok(Showcase::default());
         };
         let tokenizer = &plan.dataset_loader.tokenizer;
-        let asked = held_out.dataset.examples().iter().filter_map(|example| {
+        let prompts = held_out.dataset.examples().iter().filter(|example| !example.role.repeats_prompt());
+        let asked = prompts.filter_map(|example| {
             let start = example.trained.iter().position(|trained| *trained)?;
             (2..=PROMPT_TOKENS).contains(&start).then_some((example, start))
         });

@@ -46,6 +46,7 @@ mod preference;
 mod published;
 mod quant;
 mod recipe;
+mod recipe_objective;
 mod rendezvous;
 mod report;
 mod report_page;

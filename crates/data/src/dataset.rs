@@ -94,6 +94,7 @@ impl Dataset {
         needs_met(&source.rows, &formats, tokenizer, template)?;
         let has_chats = is_rendered(&source.rows, &formats);
         if let Some(template) = template.filter(|_| has_chats) {
+            report.rendered = true;
             report.notes.push(format!("chat template: {}", template.described()));
             report.warnings.extend(template.split_markers(tokenizer)?);
         }
@@ -142,10 +143,15 @@ impl Dataset {
         &self.examples
     }
 
-    /// Number of tokens of each group of examples that stay together; see
-    /// [`ExampleSource::group`].
+    /// The examples that stay together in a micro-batch: those of a
+    /// [group](ExampleSource::group), or one by itself.
+    pub fn groups(&self) -> impl Iterator<Item = &[Example]> {
+        groups_of(&self.examples)
+    }
+
+    /// Number of tokens of each of [`Self::groups`].
     pub fn group_lengths(&self) -> impl Iterator<Item = usize> {
-        groups_of(&self.examples).map(|group| group.iter().map(|example| example.ids.len()).sum())
+        self.groups().map(|group| group.iter().map(|example| example.ids.len()).sum())
     }
 
     /// Number of examples.

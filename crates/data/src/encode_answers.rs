@@ -170,13 +170,16 @@ impl Encoder<'_> {
                 None => self.encoded(text, add_special, budget)?.ids,
             })
         };
-        let prompt_text = match is_cpo_like {
+        let prompt_text = if is_cpo_like {
             // TRL takes the part of the prompt that each whole text begins with.
-            true => text
+            let shared = |prompt: &str, whole: &Answer<String>| shared_bytes(prompt, &whole.content);
+            let bytes = text
                 .wholes
                 .iter()
-                .fold(text.prompt.as_str(), |prompt, whole| &prompt[..shared_bytes(prompt, &whole.content)]),
-            false => &text.prompt,
+                .fold(text.prompt.len(), |bytes, whole| shared(&text.prompt[..bytes], whole));
+            &text.prompt[..bytes]
+        } else {
+            &text.prompt
         };
         let prompt = ids(prompt_text, text.is_chat)?;
         let mut answers = Vec::with_capacity(text.wholes.len());

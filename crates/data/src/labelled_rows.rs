@@ -26,10 +26,7 @@ pub(super) fn of_pair(pair: PairRow) -> Result<ParsedRow, RowFault> {
 /// # Errors
 /// Fails without a label, or if the row has no prompt and answer.
 pub(super) fn of_single(row: &Map<String, Value>, single: ParsedRow) -> Result<ParsedRow, RowFault> {
-    let role = match label(row)? {
-        true => Role::Desirable,
-        false => Role::Undesirable,
-    };
+    let role = if label(row)? { Role::Desirable } else { Role::Undesirable };
     let answer = |content| vec![Answer { role, content }];
     Ok(ParsedRow::Answers(match single {
         ParsedRow::Pair { prompt, completion } => AnsweredRow::Texts { prompt, answers: answer(completion) },

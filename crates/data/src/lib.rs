@@ -17,6 +17,7 @@
 //! | preference_chosen | its chosen side, as the rows above | the same | the chosen answer |
 //! | text | text + EOS | the same | everything |
 //! | tokens | the tokens unchanged | the same | as its labels and masks mark them |
+//! | preference | an example for each answer, as TRL encodes them | plain texts the same, chats refused | each answer |
 //!
 //! A row that cannot be used is never skipped silently: it is a [`BadRow`] with file, line and
 //! reason, and [`OnBadRow`] decides whether it ends the run.

@@ -5,6 +5,7 @@ use std::fmt;
 
 use super::coverage::NoteCounts;
 use super::encode::{EncodedRow, Encoding};
+use super::role::Role;
 use super::{BadRow, Origin, RowFault, RowFaultKind};
 use crate::units;
 
@@ -22,6 +23,8 @@ pub struct DataReport {
     pub examples: usize,
     /// The format of the rows, and the reason for it.
     pub why: String,
+    /// True if a chat template renders the rows of a format.
+    pub rendered: bool,
     /// Further notes for the user.
     pub notes: Vec<String>,
     /// Warnings on the tokenizer and the chat template, for all rows.
@@ -46,7 +49,7 @@ pub struct DataReport {
     pub tokens: u64,
     /// Number of trained tokens.
     pub trained_tokens: u64,
-    /// Number of examples of each [role](super::Role), by its name.
+    /// Number of examples of each [role](super::Role) but the plain one, by its name.
     pub roles: BTreeMap<String, usize>,
     /// Parts that the template does not print, and keys that nothing reads.
     pub note_counts: NoteCounts,
@@ -109,7 +112,9 @@ impl DataReport {
             self.examples += 1;
             self.tokens += example.ids.len() as u64;
             self.trained_tokens += example.num_trained() as u64;
-            *self.roles.entry(example.role.to_string()).or_default() += 1;
+            if example.role != Role::Plain {
+                *self.roles.entry(example.role.to_string()).or_default() += 1;
+            }
         }
         row.encoding
     }
@@ -148,9 +153,14 @@ impl fmt::Display for DataReport {
             writeln!(f, "  {note}")?;
         }
         let share = 100.0 * self.trained_tokens as f64 / (self.tokens as f64).max(1.0);
+        let roles: Vec<String> = self.roles.iter().map(|(role, count)| format!("{count} {role}")).collect();
+        let (roles, what) = match roles.as_slice() {
+            [] => (String::new(), "trained"),
+            roles => (format!(" ({})", roles.join(", ")), "in answers"),
+        };
         write!(
             f,
-            "{}, {}, {} of them trained ({share:.0} %)",
+            "{}{roles}, {}, {} of them {what} ({share:.0} %)",
             units::exact(self.examples, "example"),
             units::counted(self.tokens as usize, "token"),
             units::count(self.trained_tokens)

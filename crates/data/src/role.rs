@@ -42,6 +42,11 @@ impl fmt::Display for Role {
 }
 
 impl Role {
+    /// True if the example before it in the group has the same prompt.
+    pub fn repeats_prompt(self) -> bool {
+        matches!(self, Role::Rejected | Role::Mismatched)
+    }
+
     /// Bytes that differ for different roles; none for [`Role::Plain`], whose data keep the digest
     /// that older checkpoints recorded.
     pub(super) fn digest_bytes(self) -> Vec<u8> {

@@ -258,7 +258,8 @@ fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let Some(size) = recipe.data.eval_split else { return };
     if !recipe.data.eval.is_empty() {
         let text = "has no effect beside `data.eval`";
-        found.push(KeyConflict::new("data", "eval_split", text, "remove one of the two"));
+        let conflict = KeyConflict::new("data", "eval_split", text, "remove one of the two");
+        found.push(conflict.overruled_by("data", "eval"));
     }
     if size >= 1.0 && size.fract() != 0.0 {
         let text = format!("is {size}; accepted: a fraction below 1, or a whole number of rows");

@@ -264,6 +264,11 @@ fn data(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         let conflict = KeyConflict::new("data", "train_on", text, "remove `train_on`");
         found.push(conflict.overruled_by("objective", "kind"));
     }
+    if recipe.eval.samples > 0 && kind == ObjectiveKind::Reward {
+        let text = "has no effect with `objective.kind = \"reward\"`: a reward model answers nothing";
+        let conflict = KeyConflict::new("eval", "samples", text, "remove `samples`");
+        found.push(conflict.overruled_by("objective", "kind"));
+    }
     if recipe.data.format == DataFormat::PreferenceChosen {
         let text = format!("is \"preference_chosen\", but `objective.kind = \"{kind}\"` needs both answers");
         found.push(KeyConflict::new("data", "format", text, "write `format = \"preference\"`"));

@@ -335,6 +335,7 @@ fn help_of_every_verb() {
     Examples:
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all
+      finetune data --model Qwen/Qwen2.5-0.5B --dataset pairs.jsonl --set objective.kind=dpo
     ");
     assert_snapshot!(told(&["recipes", "--help"]), @"
     exit 0
@@ -994,7 +995,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: unknown built-in recipe `flul`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, reward, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
     ");
 }

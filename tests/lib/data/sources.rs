@@ -9,7 +9,7 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use serde_json::{Value, json};
 
-use finetune::data::format::{convert, detect};
+use finetune::data::format::{convert, detect as detect_for};
 use finetune::data::source::{DataFile, RawRow, read};
 use finetune::data::{Origin, ParsedRow, RowOrigin, Split, Task};
 
@@ -235,15 +235,19 @@ fn formats_are_recognised() {
         (json!({"text": "a", "meta": 1}), DataFormat::Text),
     ];
     for (row, format) in table {
-        let (found, why) = detect(&rows(&[row.clone(, ObjectiveRows::Single), row.clone()])).unwrap();
+        let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
         assert_eq!(found, format, "{row}");
         assert!(why.starts_with(&format!("{format}: every row has `")), "{why}");
     }
-    let (found, why) = detect(&rows(&[json!({"text": "a"}, ObjectiveRows::Single), json!({"text": "b"}), json!({"x": 1})])).unwrap();
+    let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
     assert_eq!((found, why.as_str()), (DataFormat::Text, "text: 2 of 3 rows have `text`"));
-    let error = detect(&rows(&[json!({"text": "a"}, ObjectiveRows::Single), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
+    let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
     assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
+}
+
+fn detect(rows: &[RawRow]) -> finetune::error::Result<(DataFormat, String)> {
+    detect_for(rows, ObjectiveRows::Single)
 }
 
 fn record(row: Value, format: DataFormat) -> Result<Option<ParsedRow>, String> {
@@ -329,7 +333,8 @@ fn other_formats_become_records() {
         (json!({"prompt": "a", "canonical_solution": "b"}), DataFormat::PromptCompletion, pair("a", "b")),
         (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), DataFormat::Preference, pair("a", "b")),
         (
-            json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": "e"}),
+            json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e"}),
             DataFormat::Preference,
             pair("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d"),
         ),
