@@ -103,6 +103,7 @@ fn every_operation_is_measured() {
     xielu (48x128) bf16 gbps
     xielu_backward (48x128, trained) bf16 gbps
     dropout (48x64) bf16 gbps
+    add_noise (48x64) bf16 gbps
     add (48x64) bf16 gbps
     scaled (48x64) bf16 gbps
     stack_rows (2 of 16x64) bf16 gbps
@@ -170,7 +171,7 @@ fn what_cannot_be_measured() {
     exit 1
     error: cannot measure `softmax`
       caused by: no operation has that in its name
-      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, quantize_fp8, matmul_fp8, linear_cross_entropy, score_targets, logits, attention, attention_backward, attention_sinks, attention_sinks_backward, gated_delta, gated_delta_backward, causal_conv, causal_conv_backward, gated_rms_norm, gated_rms_norm_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, xielu, xielu_backward, dropout, add, scaled, stack_rows, add_bias, sum_rows, scale_columns, magnitude_backward, choose_experts, choose_experts_backward, balance_experts, scale_rows, scale_rows_backward, combine_rows, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
+      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, quantize_fp8, matmul_fp8, linear_cross_entropy, score_targets, logits, attention, attention_backward, attention_sinks, attention_sinks_backward, gated_delta, gated_delta_backward, causal_conv, causal_conv_backward, gated_rms_norm, gated_rms_norm_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, xielu, xielu_backward, dropout, add_noise, add, scaled, stack_rows, add_bias, sum_rows, scale_columns, magnitude_backward, choose_experts, choose_experts_backward, balance_experts, scale_rows, scale_rows_backward, combine_rows, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
     hint: leave out `--only` to measure all
     ");
     assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"

@@ -169,6 +169,7 @@ impl Blocks {
             scale: 1.0,
             recompute: self.recompute,
             dropout: self.drops.then(dropout),
+            noise: None,
             balance: None,
             last: true,
             graphs: self.graphs.as_ref(),

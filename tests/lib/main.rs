@@ -36,6 +36,7 @@ mod launch;
 mod mapped_files;
 mod merge;
 mod model;
+mod neftune;
 mod objective;
 mod offload;
 mod ops;

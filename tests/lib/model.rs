@@ -125,6 +125,7 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
         scale,
         recompute,
         dropout: None,
+        noise: None,
         balance: None,
         last: true,
         graphs: None,

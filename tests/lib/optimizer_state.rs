@@ -99,6 +99,7 @@ fn trainer_of(
         // The norm of shards is a different sum of squares.
         max_grad_norm: None,
         router_aux_loss: 0.0,
+        neftune_alpha: 0.0,
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::Rank0,

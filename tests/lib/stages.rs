@@ -28,6 +28,7 @@ fn micro_step(recompute: Recompute) -> MicroStep<'static> {
         scale: 0.1,
         recompute,
         dropout: None,
+        noise: None,
         balance: None,
         last: true,
         graphs: None,

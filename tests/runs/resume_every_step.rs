@@ -14,7 +14,7 @@ use crate::place::{Place, copy_folder};
 const METHODS: [(&str, &str, &[&str]); 9] = [
     ("full", "full", &[]),
     ("bf16 without masters", "full", &["model.dtype=bf16", "optimizer.master=none"]),
-    ("lora", "lora", &["adapter.lora_dropout=0.1"]),
+    ("lora", "lora", &["adapter.lora_dropout=0.1", "train.neftune_alpha=5"]),
     ("qlora", "qlora", &[]),
     ("dora", "dora", &[]),
     ("8-bit states", "lora", &["optimizer.state=int8"]),

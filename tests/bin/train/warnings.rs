@@ -49,6 +49,14 @@ fn dropout_inside_the_model_is_said() {
     assert_eq!(warnings(&found), [wanted]);
 }
 
+#[test]
+fn graphs_on_a_cpu_are_said() {
+    let place = Place::new();
+    let found = said(&place, &lora(&["--dry-run", "--set", "train.cuda_graphs=true"]));
+    let wanted = "`train.cuda_graphs` has no effect on a CPU: operations run at once, without launches";
+    assert_eq!(warnings(&found), [wanted]);
+}
+
 fn with_positions(place: &Place, positions: usize) {
     with_setting(place, "max_position_embeddings", json!(positions));
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use super::divergence::DivergedStep;
-use super::{Engine, MicroStep, Stage};
+use super::{EmbeddingNoise, Engine, MicroStep, Stage};
 use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
@@ -34,7 +34,9 @@ pub struct TrainerOptions {
     pub max_grad_norm: Option<f64>,
     /// The coefficient of the loss that balances the load of experts; 0 without it.
     pub router_aux_loss: f64,
-    /// The seed of dropout and of stochastic rounding.
+    /// The factor of the noise on embeddings (NEFTune); 0 without it.
+    pub neftune_alpha: f64,
+    /// The seed of dropout, of noise and of stochastic rounding.
     pub seed: u64,
     /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
@@ -126,6 +128,11 @@ impl Trainer {
         self.optimizer.most_staged()
     }
 
+    /// Returns a warning once after the GPU had no memory for a block's graph.
+    pub(crate) fn graph_warning(&self) -> Option<&'static str> {
+        self.graphs.as_ref()?.warning()
+    }
+
     /// Runs one step: gradients of all micro-batches, clipping, one update. Steps count from 1.
     /// `step` is the whole step on every rank, and each rank computes its share of the
     /// micro-batches.
@@ -159,6 +166,7 @@ impl Trainer {
             scale: 1.0 / batch.len().max(1) as f64,
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: 0 }),
+            noise: self.noise(0),
             balance: None,
             last: true,
             graphs: self.graphs.as_ref(),
@@ -167,6 +175,11 @@ impl Trainer {
         store.mesh().world().enter(Phase::Norm)?;
         store.norm_of(store.gradient_squares()?)?;
         store.zero_gradients()
+    }
+
+    /// Returns the noise on embeddings in step `number`.
+    fn noise(&self, number: u64) -> Option<EmbeddingNoise> {
+        EmbeddingNoise::of_step(self.options.neftune_alpha, self.options.seed, number)
     }
 
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
@@ -227,6 +240,7 @@ impl Trainer {
     /// metrics.
     fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
+        let noise = self.noise(number);
         let mesh = self.engine.store.mesh();
         let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
         let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
@@ -235,6 +249,7 @@ impl Trainer {
             scale,
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: batch.first_token }),
+            noise,
             balance: None,
             last: turn + 1 == turns.len(),
             graphs: self.graphs.as_ref(),

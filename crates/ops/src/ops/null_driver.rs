@@ -14,6 +14,7 @@ use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
 };
 use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::experts::{
     ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
@@ -126,6 +127,7 @@ fn elements(dtype: DType) -> Result<()> {
     xielu(&x, &curve)?;
     xielu_backward(&x, &h, &curve, Some(&dcurve))?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
+    add_noise(&x, Noise { bounds: &[], stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::scaled(&x, 0.5)?;
     elementwise::add_into(&x, &h)

@@ -57,6 +57,7 @@ fn trainer_options(recompute: Recompute) -> TrainerOptions {
         },
         max_grad_norm: Some(1.0),
         router_aux_loss: 0.0,
+        neftune_alpha: 0.0,
         seed: 0,
         recompute,
         save_assignment: SaveAssignment::RoundRobin,

@@ -10,6 +10,7 @@ use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attenti
 use crate::ops::case::{CaseRunner, TensorPair, Tolerance, in_f64, largest_error};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
 use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
@@ -221,6 +222,12 @@ fn both_ends_of_the_model() -> Result<()> {
         let site = Dropout { p: 0.2, stream: RngStream::new(1), first_token: 0 };
         let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;
         Ok(vec![TensorPair::new(dropout(&x.here, site)?, want)])
+    })?;
+    must_differ("the noise's token", |runner| {
+        let x = runner.normal("x", (20, 8))?;
+        let noise = Noise { bounds: &[1.0; 20], stream: RngStream::new(1), first_token: 0 };
+        let want = add_noise(&x.plain, Noise { first_token: 1, ..noise })?;
+        Ok(vec![TensorPair::new(add_noise(&x.here, noise)?, want)])
     })
 }
 
