@@ -348,7 +348,7 @@ impl TrainedModel {
 
     fn batch(&self, text: &str) -> Result<Batch> {
         let ids = encoder(&self.engine, &self.rows).text(text)?;
-        let origin = Origin { file: Arc::from(Path::new("text")), place: RowOrigin::Line(1) };
+        let origin = Origin { file: Arc::from(Path::new("text")), row: RowOrigin::Line(1) };
         let trained = vec![true; ids.len()];
         Ok(Batch::new([Example { ids, trained, origin, group: None }], 0))
     }

@@ -252,13 +252,13 @@ fn real_driver_on(device: &Device) -> Option<&'static dyn Driver> {
     }
 }
 
-/// Multiplies from now on by the algorithms at `place` of the ranking of the library of `device`.
+/// Multiplies from now on by the algorithms at `index` of the ranking of the library of `device`.
 /// Has no effect where the CPU forms compute.
 ///
 /// # Errors
 /// Fails if the library does not start.
-pub fn choose_algorithm(device: &Device, place: usize) -> Result<()> {
-    driver_on(device).map_or(Ok(()), |driver| driver.choose_algorithm(place))
+pub fn choose_algorithm(device: &Device, index: usize) -> Result<()> {
+    driver_on(device).map_or(Ok(()), |driver| driver.choose_algorithm(index))
 }
 
 /// Returns true if kernels compute on `device`.

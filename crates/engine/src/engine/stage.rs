@@ -243,11 +243,11 @@ impl Engine {
     fn saved(
         &self,
         (layer, step): (usize, MicroStep<'_>),
-        kept: Checkpointed,
+        checkpointed: Checkpointed,
         weights: &BlockWeights,
         (context, carried): (&BlockContext<'_>, &Carried),
     ) -> Result<Box<BlockSaved>> {
-        match kept {
+        match checkpointed {
             Checkpointed::Saved(saved) => Ok(saved),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));

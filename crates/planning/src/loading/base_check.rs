@@ -86,7 +86,7 @@ impl BaseCheck {
     /// The user's: the models differ.
     pub fn of_headers(
         folder: &Path,
-        found: &ResolvedSource,
+        source: &ResolvedSource,
         config: &ModelConfig,
         force_base: bool,
     ) -> Result<Self> {
@@ -94,8 +94,8 @@ impl BaseCheck {
         if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
-        let (named, mut config) = (found.identity(), config.clone());
-        let model = match ModelFiles::open(&found.folder) {
+        let (named, mut config) = (source.identity(), config.clone());
+        let model = match ModelFiles::open(&source.folder) {
             Ok(mut files) => {
                 model::settle(&mut config, &mut files)?;
                 named.with_config(config.semantics()).of_files(&files)?

@@ -100,7 +100,7 @@ impl Case {
             reducing: GradReduceOptions {
                 accumulates: self.micro_batches as usize > RANKS,
                 dtype: self.reduce_dtype,
-                kept: DType::F32,
+                block_dtype: DType::F32,
             },
             offload: self.offload.into(),
             frozen,

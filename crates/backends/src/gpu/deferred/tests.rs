@@ -156,8 +156,8 @@ fn other_functions_threads_memory_and_numbers_are_no_replay() -> Result<()> {
         let value = Arg { value: 7, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0, is_written: false };
         driver.launch(&kernel, LaunchShape::line(2, 32), &[Out::<f32>::all(&x)?.arg(), value])
     };
-    let found = pass(&wide)?;
-    assert_eq!((found[0].as_str(), found.last().map(String::as_str)), ("change 7", Some("a 2 7")));
+    let actual = pass(&wide)?;
+    assert_eq!((actual[0].as_str(), actual.last().map(String::as_str)), ("change 7", Some("a 2 7")));
     // Another function, and one launch more or less.
     assert_eq!(pass(&|| launch("b", &x, 7))?[0], "a 1 0");
     assert_eq!(pass(&|| Ok(()))?[0], "a 1 0");
@@ -173,10 +173,10 @@ fn a_refused_change_launches_one_by_one() -> Result<()> {
     eight(&graphs, &x, first)?;
     REFUSES.set(true);
     let second = [1, 2, 30, 4, 5, 6, 7, 8];
-    let found = eight(&graphs, &x, second)?;
+    let actual = eight(&graphs, &x, second)?;
     REFUSES.set(false);
     let wanted = ["change 2".to_owned()].into_iter().chain(lines("a", second)).chain(["make".to_owned()]);
-    assert_eq!(found, wanted.collect::<Vec<_>>());
+    assert_eq!(actual, wanted.collect::<Vec<_>>());
     assert_eq!(eight(&graphs, &x, second)?[0], "graph");
     Ok(())
 }

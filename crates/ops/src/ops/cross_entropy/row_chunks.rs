@@ -111,7 +111,7 @@ struct ChunkedLoss<'a> {
 /// The result of the first pass over the vocabulary for a chunk of rows, part by part: `kept` as
 /// `[rows, part]`, and the `[rows]` maxima of its exponentials.
 struct FirstPass<'a, K> {
-    kept: &'a mut [K],
+    scores: &'a mut [K],
     maxima: Vec<f32>,
     states: Vec<RowState>,
 }
@@ -150,7 +150,7 @@ impl ChunkedLoss<'_> {
         x: MatView<'_, T>,
         w: &[W],
         chunk: &[usize],
-        kept: &'k mut [K],
+        scores: &'k mut [K],
     ) -> FirstPass<'k, K> {
         let (rows, vocab) = (chunk.len(), w.len() / x.cols());
         let mut maxima = vec![0f32; parts(vocab).count() * rows];
@@ -160,7 +160,7 @@ impl ChunkedLoss<'_> {
                 adapter.add_logits(logits, chunk, &part);
             }
             let len = part.len();
-            let part_logits = &mut kept[rows * part.start..rows * part.end];
+            let part_logits = &mut scores[rows * part.start..rows * part.end];
             let maxima = &mut maxima[part.start / PART * rows..][..rows];
             let work =
                 logits.par_chunks_mut(len).zip(part_logits.par_chunks_mut(len)).zip(maxima).zip(states);
@@ -177,7 +177,7 @@ impl ChunkedLoss<'_> {
                 },
             );
         });
-        FirstPass { kept, maxima, states }
+        FirstPass { scores, maxima, states }
     }
 
     /// Returns the gradients of a chunk's rows and of the adapter's inner activations; adds the
@@ -230,7 +230,7 @@ impl ChunkedLoss<'_> {
         first_pass: &'k mut FirstPass<'_, K>,
     ) -> &'k [K] {
         let (rows, len) = (chunk.len(), part.len());
-        let part_logits = &mut first_pass.kept[rows * part.start..rows * part.end];
+        let part_logits = &mut first_pass.scores[rows * part.start..rows * part.end];
         let maxima = &first_pass.maxima[part.start / PART * rows..][..rows];
         let cap = self.kind.softcap.map(|cap| cap as f32);
         let work = part_logits.par_chunks_mut(len).zip(maxima).zip(&first_pass.states);
@@ -252,8 +252,8 @@ impl ChunkedLoss<'_> {
 }
 
 vectorized! {
-    fn keep<K: FloatElement>(kept: &mut [K], row: &[f32]) {
-        kept.iter_mut().zip(row).for_each(|(kept, value)| *kept = K::nearest(*value));
+    fn keep<K: FloatElement>(scores: &mut [K], row: &[f32]) {
+        scores.iter_mut().zip(row).for_each(|(scores, value)| *scores = K::nearest(*value));
     }
 }
 
