@@ -182,7 +182,7 @@ pub trait Driver: std::fmt::Debug {
     ///
     /// # Errors
     /// Fails if the library does not start.
-    fn choose_algorithm(&self, _place: usize) -> Result<()> {
+    fn choose_algorithm(&self, _index: usize) -> Result<()> {
         Ok(())
     }
 
