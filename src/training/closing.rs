@@ -43,7 +43,8 @@ impl TrainRun<'_> {
         Error::new(ErrorCategory::SavedAndStopped, text)
     }
 
-    /// Prints the closing lines of a run with its result in `place`, after `secs` seconds in total.
+    /// Prints the closing lines of a run with its result in `result`, after `secs` seconds in
+    /// total.
     pub(crate) fn close(&self, summary: &RunSummary, result: &Path, secs: f64, memory: &MemoryComparison) {
         let (plan, terminal) = (self.plan, self.terminal);
         let steps =
@@ -121,7 +122,7 @@ fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
     ))
 }
 
-/// Returns commands that work unchanged, in this order, on the result in `place`.
+/// Returns commands that work unchanged, in this order, on the result in `result_folder`.
 fn next_commands(plan: &Plan, result_folder: &Path) -> Vec<String> {
     let is_adapter = plan.adapter_setup.is_some();
     if is_adapter && plan.base.files.is_none() {
@@ -148,7 +149,7 @@ fn next_commands(plan: &Plan, result_folder: &Path) -> Vec<String> {
     commands
 }
 
-/// Returns the name of the folder `place` with `end`, and with a number if that name exists.
+/// Returns the name of the folder `path` with `end`, and with a number if that name exists.
 fn free_name(path: &Path, end: &str) -> String {
     let stem = match path.file_name() {
         Some(_) => path.display().to_string(),

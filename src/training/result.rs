@@ -71,8 +71,8 @@ impl TrainRun<'_> {
         Ok(Some(published))
     }
 
-    /// Writes the text `name` of the result in `target`. If the file has changed since the run wrote
-    /// it, it is kept with a warning.
+    /// Writes the text `name` of the result in `target`. If the file has changed since the run
+    /// wrote it, it is kept with a warning.
     fn update(&self, (folder, target): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
         if target != self.args.output() {
             return write_text(&target.join(name), text).map(drop);

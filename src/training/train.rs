@@ -66,8 +66,8 @@ pub(crate) struct TrainRun<'a> {
 }
 
 impl TrainRun<'_> {
-    /// Claims the folder `found` for this run, in the process of the first rank and after all
-    /// processes have joined. A run that is refused before leaves nothing in it.
+    /// Claims the folder `output_folder` for this run, in the process of the first rank and after
+    /// all processes have joined. A run that is refused before leaves nothing in it.
     ///
     /// # Errors
     /// Those of [`OutputFolder::claim`]; the metrics endpoint cannot be opened.

@@ -32,8 +32,8 @@ fn making(dir: &TestDir, (args, output): Verb) -> Command {
     dir.command(&[args, &["--quiet", "--output", &output]].concat())
 }
 
-/// Checks that each of the files `wanted` below `made` is flushed before the rename to `target`, and
-/// the parent after it.
+/// Checks that each of the files `wanted` below `made` is flushed before the rename to `target`,
+/// and the parent after it.
 fn assert_flushed<'a>(calls: &[String], made: &str, target: &str, wanted: impl Iterator<Item = &'a String>) {
     let renamed = calls.iter().position(|call| *call == format!("r {target}"));
     let (before, after) =

@@ -114,7 +114,7 @@ fn assert_same_buffers(ours: &ModelFiles, base: &Path) {
 }
 
 /// Returns the largest absolute difference over all tensors of two models or adapters with the same
-/// names. Of a larger model only tensors with one of `kept` in their names are stored.
+/// names. Of a larger model only tensors with one of `selected` in their names are stored.
 fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, selected: Option<&Vec<Value>>) -> f32 {
     let is_kept = |name: &&str| {
         selected.is_none_or(|parts| parts.iter().any(|part| name.contains(part.as_str().unwrap())))

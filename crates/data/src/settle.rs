@@ -77,7 +77,7 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
     Ok(row)
 }
 
-/// Puts a text in place of `found`: if the record then changes, the row requires the value.
+/// Puts a text in place of `marked`: if the record then changes, the row requires the value.
 fn put_text(marked: &MarkedValue, row: &mut Map<String, Value>) {
     if let Some(value) = marked.in_row(row) {
         *value = Value::String("\u{FFFD}".to_owned());

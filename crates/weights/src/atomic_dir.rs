@@ -15,8 +15,8 @@ pub struct AtomicDir {
 }
 
 impl AtomicDir {
-    /// Creates the temporary folder of `target` beside it, and removes leftovers of killed processes
-    /// for `target`.
+    /// Creates the temporary folder of `target` beside it, and removes leftovers of killed
+    /// processes for `target`.
     ///
     /// # Errors
     /// User: something other than an empty folder is at `target`. Storage: the folder cannot be

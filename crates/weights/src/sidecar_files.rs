@@ -103,7 +103,7 @@ impl ConfigChanges {
         Self { whole: true, predict_further: true, ..Self::default() }
     }
 
-    /// Returns the same changes for weights with the tensors that `kept` has.
+    /// Returns the same changes for weights with the tensors that `retained` has.
     #[must_use]
     pub fn with_retained(self, retained: &RetainedTensors) -> Self {
         Self { whole: retained.is_whole(), predict_further: retained.predict_further(), ..self }

@@ -41,7 +41,7 @@ pub(crate) struct Unfinished {
 }
 
 impl Unfinished {
-    /// Returns the temporary name beside `place` that the process `pid` uses.
+    /// Returns the temporary name beside `target` that the process `pid` uses.
     pub(crate) fn beside(target: &Path, pid: u32) -> PathBuf {
         let mut name = target.to_owned().into_os_string();
         name.push(format!("{MARK}{pid}"));

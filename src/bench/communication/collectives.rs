@@ -182,7 +182,7 @@ impl OpData {
     }
 }
 
-/// Returns the correct value of `op` at `place` of a rank's result, if rank r passes `r + 1` times
+/// Returns the correct value of `op` at `index` of a rank's result, if rank r passes `r + 1` times
 /// the pattern.
 fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, index: usize) -> f32 {
     let sum = (ranks * (ranks + 1) / 2) as f32;

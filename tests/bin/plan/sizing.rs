@@ -84,8 +84,8 @@ pub(super) const OWN: &str = "[device]\nname = \"NAME\"\nmemory_gb = 24\nbf16_tf
      link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
      devices_per_host = 2\nefficiency = 0.4\nsource = \"a bench\"\n";
 
-/// The decision for pairs of model and machine: the first option that fits, its strategy,
-/// the memory of a rank and the total speed.
+/// The decision for pairs of model and machine: the first option that fits, its strategy, the
+/// memory of a rank and the total speed.
 #[test]
 fn all_cases_are_decided_as_before() {
     let (dir, mut lines) = (shapes(), String::new());

@@ -270,7 +270,7 @@ impl Cublas {
         Ok(Cublas { cublas_lt: CublasLt(handle), workspace, plans: GemmPlans::new(PLANS) })
     }
 
-    /// Multiplies from now on by the algorithms at `place` of cuBLAS's ranking, from 0.
+    /// Multiplies from now on by the algorithms at `index` of cuBLAS's ranking, from 0.
     pub(crate) fn choose_algorithm(&mut self, index: usize) {
         self.plans.choose_algorithm(index);
     }

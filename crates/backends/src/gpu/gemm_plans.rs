@@ -110,7 +110,7 @@ impl<L: GemmLibrary> GemmPlans<L> {
         GemmPlans { plans: LruCache::new(limit), choices: LruCache::new(limit), algorithm_index: 0 }
     }
 
-    /// Chooses from now on the algorithm at `place` of the library's ranking, from 0, or the last
+    /// Chooses from now on the algorithm at `index` of the library's ranking, from 0, or the last
     /// of a shorter one.
     pub(crate) fn choose_algorithm(&mut self, index: usize) {
         self.plans.clear();

@@ -177,12 +177,12 @@ pub trait Driver: std::fmt::Debug {
     /// Fails if the driver refuses the product, or the emulator finds a matrix outside its tensor.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 
-    /// Multiplies from now on by the algorithms at `place` of the library's ranking: 0 is the one
+    /// Multiplies from now on by the algorithms at `index` of the library's ranking: 0 is the one
     /// that it expects to be the fastest.
     ///
     /// # Errors
     /// Fails if the library does not start.
-    fn choose_algorithm(&self, _place: usize) -> Result<()> {
+    fn choose_algorithm(&self, _index: usize) -> Result<()> {
         Ok(())
     }
 

@@ -406,7 +406,7 @@ fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 
-/// Computes `kept += grad_buffers` on the device of `kept`, which is that of the gradients or the
+/// Computes `sums += grad_buffers` on the device of `sums`, which is that of the gradients or the
 /// host.
 fn add_from_anywhere(sums: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     if sums.device().same_device(grad_buffers.device()) {

@@ -2,8 +2,8 @@
 //! template, or a LoRA adapter.
 //!
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
-//! does not depend on the model's size. `destinations` has the names of tensors and the rows that each
-//! holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
+//! does not depend on the model's size. `destinations` has the names of tensors and the rows that
+//! each holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
 //! `description`, `vocabulary` the tokenizer, `types` the type of each tensor, `lora` adapters.
 //! `base` reads a file as a model to train on. All facts are from llama.cpp's sources, at the
 //! version in llama-cpp-python 0.3.36.

@@ -78,7 +78,7 @@ impl BaseCheck {
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
-    /// Compares the base of the adapter in `folder` with the model `found` of shape `config`, of
+    /// Compares the base of the adapter in `folder` with the model `source` of shape `config`, of
     /// which only config.json may be on this machine. Uses a sample of the weights if they are
     /// present, else commits.
     ///

@@ -409,8 +409,8 @@ pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> D
     if in_bf16 { options.kept_gradients } else { DType::F32 }
 }
 
-/// True if gradients accumulate in f32 before they are kept in `kept`. One rank on the host writes
-/// bf16 directly.
+/// True if gradients accumulate in f32 before they are stored as `stored`. One rank on the host
+/// writes bf16 directly.
 fn rounds_from_f32(stored: DType, options: &MemoryOptions<'_>) -> bool {
     stored == DType::BF16 && !(options.mesh.ranks() == 1 && options.on_host)
 }

@@ -41,7 +41,8 @@ impl PackedFormat {
 }
 
 impl PackedTensor<'_> {
-    /// Rearranges the matrix into the runs of `format`, which is [`PackedFormat::kept`] of its own.
+    /// Rearranges the matrix into the runs of `format`, which is [`PackedFormat::repacked_format`]
+    /// of its own.
     ///
     /// # Panics
     /// The bytes or runs do not match the formats.

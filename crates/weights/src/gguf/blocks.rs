@@ -135,8 +135,8 @@ impl BlockParts {
         }))
     }
 
-    /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::kept`]; `bytes`
-    /// reads a range.
+    /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::run_format`];
+    /// `bytes` reads a range.
     pub(crate) fn copy_to<'a>(
         &self,
         format: QuantFormat,

@@ -4,12 +4,12 @@
 //!
 //! ```text
 //! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),
-//!                 s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
-//! for each part:  d = scale (kept · e^(m' − m) / s − onehot),
+//!                 s = e^(m − m') s + Σ e^(l − m'),  scores = e^(l − m')
+//! for each part:  d = scale (scores · e^(m' − m) / s − onehot),
 //!                 dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
-//! Between the passes, `kept` is stored in the dtype of `x`. `d` overwrites it, rounded once, as
+//! Between the passes, `scores` is stored in the dtype of `x`. `d` overwrites it, rounded once, as
 //! autograd passes the gradient of logits to a layer of that dtype. The target's element is
 //! computed from its logit, since two numbers cancel there. A soft-cap's slope requires the logits
 //! themselves, which are stored in f32. So the logits of a part stay in a cache, the weights are
@@ -108,7 +108,7 @@ struct ChunkedLoss<'a> {
     grads: OutputGrads<'a>,
 }
 
-/// The result of the first pass over the vocabulary for a chunk of rows, part by part: `kept` as
+/// The result of the first pass over the vocabulary for a chunk of rows, part by part: `scores` as
 /// `[rows, part]`, and the `[rows]` maxima of its exponentials.
 struct FirstPass<'a, K> {
     scores: &'a mut [K],

@@ -134,11 +134,11 @@ fn a_router_chooses_experts_by_nans_too() -> Result<()> {
                     assert!(ids.iter().all(|id| (*id as usize) < experts), "{ids:?} of {experts}");
                     if token == 1 || token == 2 {
                         assert!(
-                            found_weights[token].iter().all(|weight| weight.is_nan()),
-                            "{found_weights:?}"
+                            actual_weights[token].iter().all(|weight| weight.is_nan()),
+                            "{actual_weights:?}"
                         );
                     } else {
-                        assert_eq!(found_weights[token], wanted_weights[token]);
+                        assert_eq!(actual_weights[token], wanted_weights[token]);
                     }
                 }
                 assert_eq!(ExpertRows::of(&actual, experts)?.tokens().len(), 4 * chosen);
