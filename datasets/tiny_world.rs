@@ -376,10 +376,13 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
 
     let (mut trained, mut held_out) = (Seen::default(), Seen::default());
     let mut random = Random(SEED);
-    let mut write =
-        |name: &str, rows, make: fn(&mut Random, bool) -> (Value, Vec<Fact>), kept, seen: &mut Seen| {
-            write_rows(&out.join(name), rows, || make(&mut random, kept), &tokenizer, seen)
-        };
+    let mut write = |name: &str,
+                     rows,
+                     make: fn(&mut Random, bool) -> (Value, Vec<Fact>),
+                     is_held_out,
+                     seen: &mut Seen| {
+        write_rows(&out.join(name), rows, || make(&mut random, is_held_out), &tokenizer, seen)
+    };
     write("questions-train.jsonl", TRAIN_ROWS, question, false, &mut trained)?;
     write("questions-heldout.jsonl", HELDOUT_ROWS, question, true, &mut held_out)?;
     write("pretrain-heldout.jsonl", PRETRAIN_HELDOUT_ROWS, story, true, &mut held_out)?;

@@ -195,5 +195,8 @@ DEVICE inline uint64_t mix(uint64_t z) {
     return z ^ (z >> 32);
 }
 
+// Returns the state of a part of a stream, such as that of a token.
+DEVICE inline uint64_t part_of(uint64_t stream, uint64_t part) { return mix(stream + mix(part + GOLDEN_GAMMA)); }
+
 // Returns the 64 bits at `index` of the stream with this state.
 DEVICE inline uint64_t random_bits(uint64_t stream, uint64_t index) { return mix(stream ^ (index * GOLDEN_GAMMA)); }

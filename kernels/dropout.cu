@@ -20,7 +20,7 @@ struct Mask {
 };
 
 DEVICE inline Mask mask_of(uint64_t stream, uint64_t token, float p) {
-    return Mask{mix(stream + mix(token + GOLDEN_GAMMA)), uint32_t(ceilf(p * 16777216.0f)), 1.0f / (1.0f - p)};
+    return Mask{part_of(stream, token), uint32_t(ceilf(p * 16777216.0f)), 1.0f / (1.0f - p)};
 }
 
 template <class T>

@@ -353,7 +353,7 @@ impl TrainedModel {
 
     fn batch(&self, text: &str) -> Result<Batch> {
         let ids = encoder(&self.engine, &self.rows).text(text)?;
-        let origin = Origin { file: Arc::from(Path::new("text")), place: RowOrigin::Line(1) };
+        let origin = Origin { file: Arc::from(Path::new("text")), row: RowOrigin::Line(1) };
         let trained = vec![true; ids.len()];
         let example = Example { ids, trained, origin, group: None, role: Role::Plain };
         Ok(Batch::new([(0, example)], 0))

@@ -107,7 +107,7 @@ impl OpSpeeds {
         let (ms, dtype) = (1e3 * secs, dtype.as_str());
         let extra = extra_bytes.map_or_else(String::new, |bytes| format!("  {} extra", units::bytes(bytes)));
         let fastest_algorithm = fastest
-            .map(|AlgorithmTiming { place, secs }| FastestAlgorithm { number: place + 1, ms: 1e3 * secs });
+            .map(|AlgorithmTiming { index, secs }| FastestAlgorithm { number: index + 1, ms: 1e3 * secs });
         let fastest = fastest_algorithm.as_ref().map_or_else(String::new, |fastest| {
             format!("  fastest: algorithm {}, {:.3} ms", fastest.number, fastest.ms)
         });

@@ -142,7 +142,7 @@ impl ScalingDevices {
             ScalingDevices::Gpus(gpus, Some(library)) if ranks > 1 => {
                 let id = library.unique_id()?;
                 let group_info = GroupInfo { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
-                let work = |place: usize, world| rank(world, &gpus[place]);
+                let work = |local_rank: usize, world| rank(world, &gpus[local_rank]);
                 let abort_flag = AbortFlag::ending_by(end_process);
                 run_on_gpus(library, &group_info, &gpus[..ranks], &abort_flag, threads, work)
                     .map_err(|failed| failed.error)

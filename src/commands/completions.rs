@@ -32,7 +32,7 @@ fn command_of(verb: Option<&str>) -> Result<Command> {
     let mut all = Cli::command();
     all.build();
     let Some(verb) = verb else { return Ok(all) };
-    let known = all.get_subcommands().map(|found| found.get_name().to_owned()).collect::<Vec<_>>();
+    let known = all.get_subcommands().map(|subcommand| subcommand.get_name().to_owned()).collect::<Vec<_>>();
     let command = all.find_subcommand(verb).cloned();
     command.ok_or_else(|| {
         Error::user("cannot print a manual page")

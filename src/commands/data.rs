@@ -87,9 +87,9 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         with_commas(longest)
     );
     if recipe.data.packing {
-        let room = sampler.num_units() * recipe.longest_group();
-        let share = 100.0 * total as f64 / room.max(1) as f64;
-        let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(room as u64));
+        let capacity = sampler.num_units() * recipe.longest_group();
+        let share = 100.0 * total as f64 / capacity.max(1) as f64;
+        let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(capacity as u64));
     }
     Ok(text)
 }

@@ -29,9 +29,14 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let tokens = recipe.train.micro_batch_rows() * recipe.longest_group();
     let total = dataset.len();
     let batches: Vec<Batch> = data::batch::in_order(dataset.examples(), tokens).collect();
-    let evaluation = engine.evaluate(&CrossEntropy, (&batches, StepTotals::of(&batches)), |_| Ok(None), |rows| {
-        terminal.detail(format!("{rows} of {total} rows"));
-    })?;
+    let evaluation = engine.evaluate(
+        &CrossEntropy,
+        (&batches, StepTotals::of(&batches)),
+        |_| Ok(None),
+        |rows| {
+            terminal.detail(format!("{rows} of {total} rows"));
+        },
+    )?;
     let figures = [
         ("loss", evaluation.loss()),
         ("perplexity", evaluation.perplexity()),

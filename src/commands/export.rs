@@ -131,8 +131,8 @@ fn check(args: &ExportArgs) -> Result<Dtype> {
 }
 
 /// Returns the name of a hub repository without its owner, or of a folder.
-fn name_of(found: &ResolvedSource) -> String {
-    let name = found.name();
+fn name_of(source: &ResolvedSource) -> String {
+    let name = source.name();
     name.rsplit('/').next().unwrap_or(&name).to_owned()
 }
 

@@ -101,8 +101,8 @@ fn describe(report: &MergeReport, files: &ModelFiles, args: &MergeArgs, terminal
     if args.requantize && files.is_gguf() {
         terminal.line("kept as they are: the keys of the GGUF file, with its tokenizer and chat template");
     }
-    if files.kept().count() > 0 {
-        terminal.line(format!("kept as they are: {}", files.kept().describe()));
+    if files.retained().count() > 0 {
+        terminal.line(format!("kept as they are: {}", files.retained().describe()));
     }
     if report.untied {
         terminal.line("the adapter trained embedding or head separately: config.json no longer ties them");

@@ -110,8 +110,8 @@ fn warn_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &M
 }
 
 /// Reads the config.json of a model.
-fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
-    let path = found.folder.join("config.json");
+fn config_of(source: &ResolvedSource) -> Result<ModelConfig> {
+    let path = source.folder.join("config.json");
     let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }

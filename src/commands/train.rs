@@ -134,8 +134,8 @@ fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()
 
 /// Prints the plan and its warnings before the first step.
 fn print_plan(plan: &Plan, terminal: &Terminal) {
-    let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
-    terminal.line(format!("model {}{commit}", plan.base.found.id));
+    let commit = plan.base.source.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
+    terminal.line(format!("model {}{commit}", plan.base.source.id));
     terminal.line(format!("data: {}", plan.train.dataset.report()));
     plan.held_out_report().iter().for_each(|report| terminal.line(format!("held out: {report}")));
     plan.dataset_loader.warnings().iter().for_each(|text| terminal.warn(text));

@@ -115,7 +115,7 @@ impl ComparedRun {
 
     /// Returns the evaluation of the resulting weights: the best one if the recipe keeps the best
     /// weights, else the last.
-    pub(crate) fn kept(&self) -> Option<&EvalReport> {
+    pub(crate) fn result_eval(&self) -> Option<&EvalReport> {
         let keys = ["eval.keep_best", "eval.patience"];
         let keeps_best = keys.iter().any(|key| self.recipe.get(*key).is_some_and(|value| value != "false"));
         if keeps_best { self.best() } else { self.last() }
@@ -142,11 +142,11 @@ fn read_recipe(path: &Path) -> Result<BTreeMap<String, String>> {
 fn no_run(folder: &Path, has_log: bool, has_lines: bool) -> Error {
     let error = Error::user(format!("cannot compare {}", folder.display()));
     let error = match folder.metadata() {
-        Err(found) if found.kind() == std::io::ErrorKind::NotFound => {
+        Err(io_error) if io_error.kind() == std::io::ErrorKind::NotFound => {
             error.because("there is no such folder")
         }
-        Err(found) => error.because(found.to_string()),
-        Ok(found) if !found.is_dir() => error.because("it is a file"),
+        Err(io_error) => error.because(io_error.to_string()),
+        Ok(metadata) if !metadata.is_dir() => error.because("it is a file"),
         Ok(_) if has_log => {
             let no_lines = (!has_lines).then(|| format!("its {METRICS} has no line of a run"));
             let no_recipe = (!folder.join(RECIPE).is_file()).then(|| format!("it holds no {RECIPE}"));

@@ -103,19 +103,19 @@ impl ComparisonTable {
     /// of equal ones.
     fn best(&self) -> Option<usize> {
         let losses = self.runs.iter().enumerate();
-        let losses = losses.filter_map(|(place, run)| Some((place, run.best()?.eval_loss)));
-        losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(place, _)| place)
+        let losses = losses.filter_map(|(index, run)| Some((index, run.best()?.eval_loss)));
+        losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(index, _)| index)
     }
 
     /// Returns sentences that name the complete run with the best weights, its folder and the loss
     /// that decides; none if no run is complete.
     pub(crate) fn verdict(&self) -> Vec<String> {
         let complete = || self.runs.iter().filter(|run| run.is_complete);
-        let evaluated = complete().filter_map(|run| Some((run, run.kept()?)));
-        if let Some((run, kept)) =
+        let evaluated = complete().filter_map(|run| Some((run, run.result_eval()?)));
+        if let Some((run, eval)) =
             evaluated.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss))
         {
-            let (step, loss) = (kept.step, kept.eval_loss);
+            let (step, loss) = (eval.step, eval.eval_loss);
             let line = format!("best by held-out loss: {} ({loss:.4} at step {step})", run.folder.display());
             let lost = complete().filter_map(|run| Some((run, run.best()?)));
             let lost = lost.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss));
@@ -183,7 +183,7 @@ impl ComparisonTable {
         head.extend(has_match.then(|| "exact match".to_owned()));
         head.extend(text(&["time", "peak memory", "complete"]));
         let best = self.best();
-        let row = |(place, run): (usize, &ComparedRun)| {
+        let row = |(index, run): (usize, &ComparedRun)| {
             let mut row = vec![run.name.clone()];
             row.extend(self.keys.iter().map(|key| shown(value_of(run, key).as_deref())));
             row.push(run.steps_done().to_string());
@@ -193,7 +193,7 @@ impl ComparisonTable {
                     report.map_or_else(|| NONE.to_owned(), |report| loss(report.eval_loss))
                 };
                 let at = run.best().map(|report| format!(" at step {}", report.step)).unwrap_or_default();
-                let mark = if best == Some(place) { MARK } else { "" };
+                let mark = if best == Some(index) { MARK } else { "" };
                 row.extend([cell(run.before()), cell(run.best()) + &at + mark, cell(run.last())]);
             }
             let share =
@@ -218,7 +218,7 @@ impl ComparisonTable {
     /// Returns the table as JSON: figures in nats, seconds and bytes.
     pub(crate) fn json(&self) -> Value {
         let best = self.best();
-        let run = |(place, run): (usize, &ComparedRun)| {
+        let run = |(index, run): (usize, &ComparedRun)| {
             let recipe =
                 self.keys.iter().map(|key| (key.clone(), value_of(run, key).map_or(Value::Null, as_json)));
             let loss = |report: Option<&EvalReport>| report.map(|report| report.eval_loss);
@@ -236,7 +236,7 @@ impl ComparisonTable {
                 "secs": run.secs(),
                 "peak_bytes": run.peak_bytes(),
                 "complete": run.is_complete,
-                "best": best == Some(place),
+                "best": best == Some(index),
             })
         };
         let runs: Vec<Value> = self.runs.iter().enumerate().map(run).collect();

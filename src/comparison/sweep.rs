@@ -63,8 +63,8 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
     let common = common_words(std::env::args_os().skip(1));
     let signals = signals::seen_by_parent()?;
     let mut failed: Vec<(usize, ExitStatus)> = Vec::new();
-    for (place, run) in runs.iter().enumerate() {
-        let number = format!("run {} of {}", place + 1, runs.len());
+    for (index, run) in runs.iter().enumerate() {
+        let number = format!("run {} of {}", index + 1, runs.len());
         if child::asked_to_stop(&signals) {
             return Err(Error::new(ErrorCategory::Stopped, format!("the sweep stopped before {number}"))
                 .hint("the same command with `--resume` goes on with the sweep"));
@@ -76,14 +76,14 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
         let RunEnd { status, asked_to_stop, .. } = processes::until_end(vec![process], &signals)?;
         let stops =
             [ErrorCategory::SavedAndStopped, ErrorCategory::Stopped].contains(&child::category(status));
-        let is_last = place + 1 == runs.len();
+        let is_last = index + 1 == runs.len();
         if stops || asked_to_stop && !(status.success() && is_last) {
             return Err(stopped(status, &number, is_last));
         }
         if !status.success() {
             let next = if is_last { "" } else { "; the sweep goes on with the next run" };
             terminal.warn(format!("{number} {}{next}", child::how_it_ended(status)));
-            failed.push((place, status));
+            failed.push((index, status));
         }
     }
     let folders: Vec<PathBuf> = runs.iter().map(|run| run.folder.clone()).collect();
@@ -165,7 +165,7 @@ fn refuse_several_processes(args: &TrainArgs) -> Result<()> {
 
 /// Refuses the sweep if one of its runs has an invalid setting or a folder that is not free.
 fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
-    for (place, run) in runs.iter().enumerate() {
+    for (index, run) in runs.iter().enumerate() {
         let mut one = args.clone();
         one.sweep.clear();
         one.resume = None;
@@ -175,7 +175,7 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
         checked.map_err(|error| {
             error.during(format!(
                 "cannot start the sweep: run {} of {}, {}",
-                place + 1,
+                index + 1,
                 runs.len(),
                 run.label()
             ))
@@ -234,8 +234,8 @@ fn stopped(status: ExitStatus, number: &str, is_last: bool) -> Error {
 fn failure(runs: &[SweepRun], failed: &[(usize, ExitStatus)], first: ExitStatus) -> Error {
     let what = format!("{} of {} runs of the sweep failed", failed.len(), runs.len());
     let error = Error::new(child::category(first), what);
-    let why = |(place, status): &(usize, ExitStatus)| {
-        format!("run {}, {}, {}", place + 1, runs[*place].label(), child::how_it_ended(*status))
+    let why = |(index, status): &(usize, ExitStatus)| {
+        format!("run {}, {}, {}", index + 1, runs[*index].label(), child::how_it_ended(*status))
     };
     let error = failed.iter().map(why).fold(error, Error::because);
     error.hint("the same command with `--resume` runs these again and leaves finished runs alone")

@@ -141,7 +141,7 @@ fn driver_cuda(folder: Option<&PathBuf>) -> Option<u32> {
 fn folders_of(names: &[String], candidates: &[PathBuf]) -> (Vec<PathBuf>, Vec<String>) {
     let (mut folders, mut missing) = (Vec::new(), Vec::new());
     for name in names {
-        if look_for(name.clone()).found.is_some() {
+        if look_for(name.clone()).path.is_some() {
             continue;
         }
         match candidates.iter().find(|folder| folder.join(name).is_file()) {

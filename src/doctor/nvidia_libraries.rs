@@ -29,14 +29,15 @@ pub(super) fn linked(release: u32) -> [String; 5] {
 /// A library and its path, if found.
 pub(super) struct Library {
     name: String,
-    pub(super) found: Option<String>,
+    pub(super) path: Option<String>,
 }
 
 /// NVIDIA's libraries that the loader finds on this machine, and those that are missing.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct GpuLibraries {
     /// Paths of the libraries.
-    found: Vec<String>,
+    #[serde(rename = "found")]
+    loaded: Vec<String>,
     /// Names of the libraries.
     missing: Vec<String>,
 }
@@ -47,7 +48,7 @@ impl GpuLibraries {
         let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
         libraries.push(Library {
             name: "NCCL (for several GPUs)".to_owned(),
-            found: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
+            path: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
         });
         Self::of(libraries)
     }
@@ -55,17 +56,17 @@ impl GpuLibraries {
     fn of(libraries: Vec<Library>) -> Self {
         let (mut loaded, mut missing) = (Vec::new(), Vec::new());
         for library in libraries {
-            match library.found {
-                Some(place) => loaded.push(place),
+            match library.path {
+                Some(path) => loaded.push(path),
                 None => missing.push(library.name),
             }
         }
-        GpuLibraries { found: loaded, missing }
+        GpuLibraries { loaded, missing }
     }
 
     /// Formats the found and the missing libraries in one line.
     pub(crate) fn text(&self) -> String {
-        let parts = [("found", &self.found), ("missing", &self.missing)];
+        let parts = [("found", &self.loaded), ("missing", &self.missing)];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
         parts.map(|(word, names)| format!("{word}: {}", names.join(", "))).collect::<Vec<_>>().join("; ")
     }
@@ -80,7 +81,7 @@ pub(super) fn look_for(name: String) -> Library {
         std::mem::forget(library);
         path.display().to_string()
     });
-    Library { name, found: path_of_library }
+    Library { name, path: path_of_library }
 }
 
 /// Returns the file of a library that this process has loaded.
@@ -124,14 +125,14 @@ mod tests {
 
     #[test]
     fn what_is_found_and_what_is_missing() {
-        let present = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
+        let present = Library { name: "liba.so.1".into(), path: Some("/lib/liba.so.1.2".into()) };
         let away = look_for("libnothing-of-this-name.so.7".to_owned());
-        assert!(away.found.is_none());
+        assert!(away.path.is_none());
         assert_eq!(
             GpuLibraries::of(vec![present, away]).text(),
             "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7"
         );
         // Every machine that runs this test has the C library.
-        assert!(look_for("libc.so.6".to_owned()).found.is_some_and(|place| place.contains("/libc.so")));
+        assert!(look_for("libc.so.6".to_owned()).path.is_some_and(|path| path.contains("/libc.so")));
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::place::ProcessPlace;
+use super::process_position::ProcessPosition;
 use super::ranks::{join_request, rendezvous_options};
 use crate::collective::launch::Launch;
 use crate::error::Result;
@@ -21,7 +21,7 @@ const SKEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// Rank 0 does not answer.
-pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ProcessPlace>> {
+pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ProcessPosition>> {
     let mut options = rendezvous_options(launch)?;
     options.elastic = true;
     // Other processes' children may have waited as long for one that failed before it joined.
@@ -29,24 +29,24 @@ pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<Proces
     // A late process finds the others continuing without it, and must not join their run.
     options.run += ", between two tries";
     let session = Session::join(join_request(launch, BTreeMap::new()), &options)?;
-    let place = among(session.peers(), session.process_index(), launch);
+    let process_position = among(session.peers(), session.process_index(), launch);
     session.leave()?;
-    if let (Some(place), 0) = (&place, launch.rank) {
+    if let (Some(process_position), 0) = (&process_position, launch.rank) {
         terminal.warn(format!(
             "{} of {} ranks joined again: the run continues with them and the same global batch",
-            place.world_size, launch.world_size
+            process_position.world_size, launch.world_size
         ));
     }
-    Ok(place)
+    Ok(process_position)
 }
 
 /// Returns the position of the process with index `own` among `peers`; none if no process is
 /// missing.
-fn among(peers: &[Peer], own: usize, launch: &Launch) -> Option<ProcessPlace> {
+fn among(peers: &[Peer], own: usize, launch: &Launch) -> Option<ProcessPosition> {
     let ranks = |peers: &[Peer]| peers.iter().map(|peer| peer.ranks_here).sum::<usize>();
     let world_size = ranks(peers);
     let master = launch.master.clone().filter(|_| world_size < launch.world_size)?;
-    Some(ProcessPlace { world_size, rank: ranks(&peers[..own]), ..ProcessPlace::of(launch, master) })
+    Some(ProcessPosition { world_size, rank: ranks(&peers[..own]), ..ProcessPosition::of(launch, master) })
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 pub(crate) mod child;
 mod elastic;
 pub(crate) mod interrupt;
-mod place;
+mod process_position;
 pub(crate) mod processes;
 pub(crate) mod ranks;
 pub(crate) mod restarts;

@@ -10,7 +10,7 @@
 //! others is kept, and printed if they end the run. **Not yet run on a GPU**; tests run ranks on
 //! CPUs this way, over MPI.
 
-mod kept_output;
+mod last_output;
 mod run_end;
 mod started;
 #[cfg(test)]
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub(crate) use self::run_end::RunEnd;
 use self::started::StartedProcess;
 use super::child::{self, POLL, Running};
-use super::place::{ProcessPlace, without};
+use super::process_position::{ProcessPosition, without};
 use super::signals::{self, SeenSignal};
 use crate::cli::{Gpus, TrainArgs};
 use crate::collective::launch::Launch;
@@ -167,21 +167,21 @@ impl RankProcess {
         RankProcess { name: name.into(), command, screen: None }
     }
 
-    /// Returns the process of a whole run with the arguments `words`, at `place` among others.
+    /// Returns the process of a whole run with the arguments `words`, at `position` among others.
     ///
     /// # Errors
     /// Internal: this binary cannot be found.
-    pub(crate) fn of_run(words: &[OsString], place: Option<&ProcessPlace>) -> Result<Self> {
-        let Some(place) = place else {
+    pub(crate) fn of_run(words: &[OsString], position: Option<&ProcessPosition>) -> Result<Self> {
+        let Some(position) = position else {
             return Ok(Self::new("the run", child::command(words)?));
         };
-        let mut command = child::command(&place.in_words(words))?;
-        command.envs(place.environment());
+        let mut command = child::command(&position.in_words(words))?;
+        command.envs(position.environment());
         Ok(Self::new("the run", command))
     }
 
     /// Returns the processes of `ranks`, the ranks of `launch` on this host, with the arguments
-    /// `words`. `place` replaces that of `launch`.
+    /// `words`. `position` replaces that of `launch`.
     ///
     /// # Errors
     /// No port is free; the system gives no random bytes.
@@ -189,18 +189,18 @@ impl RankProcess {
         words: &[OsString],
         ranks: &[SplitRank],
         launch: &Launch,
-        place: Option<ProcessPlace>,
+        position: Option<ProcessPosition>,
     ) -> Result<Vec<Self>> {
         let is_alone = launch.master.is_none();
-        let place = match (place, &launch.master) {
-            (Some(place), _) => place,
-            (None, Some(master)) => ProcessPlace::of(launch, master.clone()),
-            (None, None) => ProcessPlace::of(launch, loopback()?),
+        let position = match (position, &launch.master) {
+            (Some(position), _) => position,
+            (None, Some(master)) => ProcessPosition::of(launch, master.clone()),
+            (None, None) => ProcessPosition::of(launch, loopback()?),
         };
         let common = if is_alone { one_host_environment()?.to_vec() } else { Vec::new() };
         let threads = (thread_pool::threads_of_process() / ranks.len().max(1)).max(1);
         let process = |(index, rank): (usize, &SplitRank)| -> Result<Self> {
-            let own = place.of_one(index, ranks.len());
+            let own = position.of_one(index, ranks.len());
             let mut command = child::command(&words_of(words, rank, &own))?;
             command.envs(rank.variables.iter().map(|variable| (&variable.name, &variable.value)));
             command.envs(own.environment()).env(THREADS, threads.to_string()).env(child::OF_RANK, "1");
@@ -225,9 +225,9 @@ impl RankProcess {
     }
 }
 
-/// Returns the arguments of the process of `rank` at `place`, if those of all ranks are `words`.
-fn words_of(words: &[OsString], rank: &SplitRank, place: &ProcessPlace) -> Vec<OsString> {
-    let mut words = place.in_words(&without(words, &["--gpus", "--ranks"]));
+/// Returns the arguments of the process of `rank` at `position`, if those of all ranks are `words`.
+fn words_of(words: &[OsString], rank: &SplitRank, position: &ProcessPosition) -> Vec<OsString> {
+    let mut words = position.in_words(&without(words, &["--gpus", "--ranks"]));
     words.extend(rank.device.iter().map(OsString::from));
     words
 }

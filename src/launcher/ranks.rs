@@ -226,8 +226,8 @@ impl RankSetup {
     ) -> Result<()> {
         let fault = planted_fault()?;
         let board = Arc::new(ProgressBoard::default());
-        let rank = |place: usize, world: Arc<dyn Collective>| {
-            let device = self.devices.get(place).unwrap_or(&Device::Cpu);
+        let rank = |local_rank: usize, world: Arc<dyn Collective>| {
+            let device = self.devices.get(local_rank).unwrap_or(&Device::Cpu);
             let world = TimedCollective::watched(with_fault(world, fault), &board);
             let _works = world.work_guard();
             rank(world, device)
@@ -315,8 +315,8 @@ impl RankSetup {
                     session.on_failure(move |failure| stop(failure.clone().into()));
                 };
                 let each = (thread_pool::num_threads() / self.launch.ranks_here).max(1);
-                collective::run_among_processes(&self.launch, armed, |place, world| {
-                    thread_pool::in_own_pool(each, || rank(place, world))
+                collective::run_among_processes(&self.launch, armed, |local_rank, world| {
+                    thread_pool::in_own_pool(each, || rank(local_rank, world))
                 })
             }
         };
@@ -497,7 +497,7 @@ pub(crate) fn run_on_gpus<T: Send>(
     threads: usize,
     rank: impl Fn(usize, Arc<dyn Collective>) -> Result<T> + Sync,
 ) -> Result<Vec<T>, RankFailure> {
-    let work = |place, world| thread_pool::in_own_pool(threads, || rank(place, world));
+    let work = |local_rank, world| thread_pool::in_own_pool(threads, || rank(local_rank, world));
     nccl::run_on_gpus(library, group_info, devices, abort_flag, work)
 }
 

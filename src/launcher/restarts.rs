@@ -61,12 +61,12 @@ pub(crate) fn supervise(args: &TrainArgs, check: impl FnOnce() -> Result<()>) ->
     }
     let signals = signals::seen_by_parent()?;
     let terminal = Terminal::stderr(Verbosity::Normal);
-    let (mut resume, mut place) = (None, None);
+    let (mut resume, mut position) = (None, None);
     for left in (0..=restarts).rev() {
         let words = child_words(&words, resume);
         let mut started = match ranks_here.as_slice() {
-            [] => vec![RankProcess::of_run(&words, place.as_ref())?],
-            ranks_here => RankProcess::of_ranks(&words, ranks_here, &launch, place)?,
+            [] => vec![RankProcess::of_run(&words, position.as_ref())?],
+            ranks_here => RankProcess::of_ranks(&words, ranks_here, &launch, position)?,
         };
         if args.ui {
             started.iter_mut().take(1).for_each(RankProcess::in_foreground);
@@ -78,7 +78,7 @@ pub(crate) fn supervise(args: &TrainArgs, check: impl FnOnce() -> Result<()>) ->
         warn_of_restart(&end, restarts - left + 1, restarts, &terminal);
         resume =
             Some(if checkpoint::has_any(args.output())? { ResumeWith::Newest } else { ResumeWith::AsTyped });
-        place = unless_stopped(&signals, || {
+        position = unless_stopped(&signals, || {
             std::thread::sleep(PAUSE);
             if launch.master.is_some() { elastic::meet(&launch, &terminal) } else { Ok(None) }
         })?;

@@ -11,9 +11,9 @@ use crate::recipe::enums::AlertRule;
 use crate::recipe::{Recipe, WebhookSource};
 use crate::rendezvous::host_name;
 use crate::report::Terminal;
-use crate::report::alerts::rules::OutputRoom;
+use crate::report::alerts::rules::OutputSpace;
 use crate::report::alerts::{AlertOptions, Alerts, check_webhook};
-use crate::runtime::disk_room::DiskRoom;
+use crate::runtime::disk_space::DiskSpace;
 
 /// Log of alerts, a line for each.
 pub(crate) const ALERTS: &str = "alerts.jsonl";
@@ -63,7 +63,8 @@ pub(crate) fn start(plan: &Plan, output: &Path, run: &str, terminal: &Terminal) 
         return Ok(None);
     }
     let folder = File::open(output).map_err(|e| Error::io("look at", output, &e))?;
-    let room = move || DiskRoom::of(&folder).map(|DiskRoom { total, free }| OutputRoom { total, free });
+    let disk_space =
+        move || DiskSpace::of(&folder).map(|DiskSpace { total, free }| OutputSpace { total, free });
     let options = AlertOptions {
         rules,
         file: output.join(ALERTS),
@@ -72,7 +73,7 @@ pub(crate) fn start(plan: &Plan, output: &Path, run: &str, terminal: &Terminal) 
         command: recipe.command.clone().map(|command| command.0),
         webhook: recipe.webhook.as_ref().map(WebhookSource::address).transpose()?,
         next_bytes: space::saved(plan)?.checkpoint,
-        room: Box::new(room),
+        disk_space: Box::new(disk_space),
     };
     Alerts::start(options, terminal).map(Some)
 }

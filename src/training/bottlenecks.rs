@@ -46,7 +46,7 @@ pub(crate) fn print_analysis(
     facts.on_gpu = !device.is_cpu();
     facts.fits_without_recompute = fits_without_recompute(plan);
     let Some(table) = &facts.trace else {
-        bottlenecks::find(&facts).into_iter().for_each(|found| terminal.warn(found.text));
+        bottlenecks::find(&facts).into_iter().for_each(|bottleneck| terminal.warn(bottleneck.text));
         return;
     };
     terminal.line(table.text().trim_end());

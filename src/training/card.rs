@@ -13,14 +13,18 @@ use crate::report::card::{Artifact, Card, CardBase, CardData};
 /// Returns the model card of the run of `plan`.
 pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let sets = |loaded: &LoadedDataset| -> Vec<CardData> {
-        let data = |found: &ResolvedSource| CardData {
-            name: if found.on_hub { found.id.clone() } else { last_name(Path::new(&found.id), &found.id) },
-            on_hub: found.on_hub,
+        let data = |source: &ResolvedSource| CardData {
+            name: if source.on_hub {
+                source.id.clone()
+            } else {
+                last_name(Path::new(&source.id), &source.id)
+            },
+            on_hub: source.on_hub,
             rows: loaded.dataset.report().rows as u64,
         };
         loaded.sources.iter().map(data).collect()
     };
-    let base = &plan.base.found;
+    let base = &plan.base.source;
     Card {
         title,
         artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },

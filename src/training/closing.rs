@@ -43,8 +43,9 @@ impl TrainRun<'_> {
         Error::new(ErrorCategory::SavedAndStopped, text)
     }
 
-    /// Prints the closing lines of a run with its result in `place`, after `secs` seconds in total.
-    pub(crate) fn close(&self, summary: &RunSummary, place: &Path, secs: f64, memory: &MemoryComparison) {
+    /// Prints the closing lines of a run with its result in `result`, after `secs` seconds in
+    /// total.
+    pub(crate) fn close(&self, summary: &RunSummary, result: &Path, secs: f64, memory: &MemoryComparison) {
         let (plan, terminal) = (self.plan, self.terminal);
         let steps =
             if summary.steps == 1 { "one step".to_owned() } else { format!("{} steps", summary.steps) };
@@ -57,7 +58,7 @@ impl TrainRun<'_> {
         if report.is_file() {
             terminal.line(format!("report: {}", report.display()));
         }
-        let next = next_commands(plan, place);
+        let next = next_commands(plan, result);
         if !next.is_empty() {
             terminal.line("next:");
             next.iter().for_each(|command| terminal.line(format!("  {command}")));
@@ -121,17 +122,17 @@ fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
     ))
 }
 
-/// Returns commands that work unchanged, in this order, on the result in `place`.
-fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
+/// Returns commands that work unchanged, in this order, on the result in `result_folder`.
+fn next_commands(plan: &Plan, result_folder: &Path) -> Vec<String> {
     let is_adapter = plan.adapter_setup.is_some();
     if is_adapter && plan.base.files.is_none() {
         // No verb can read a base of random weights, which is in no file.
         return Vec::new();
     }
     let flag = if is_adapter { "--adapter" } else { "--model" };
-    let result = quoted_for_shell(&place.display().to_string());
-    let beside = |end: &str| quoted_for_shell(&free_name(place, end));
-    let recipe = quoted_for_shell(&place.join(RECIPE).display().to_string());
+    let result = quoted_for_shell(&result_folder.display().to_string());
+    let beside = |end: &str| quoted_for_shell(&free_name(result_folder, end));
+    let recipe = quoted_for_shell(&result_folder.join(RECIPE).display().to_string());
     let input = if is_chat(plan) { "--chat".to_owned() } else { format!("--prompt {}", prompt(plan)) };
     let mut commands = vec![format!("finetune generate {flag} {result} {input}")];
     let mut model = result.clone();
@@ -148,10 +149,10 @@ fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
     commands
 }
 
-/// Returns the name of the folder `place` with `end`, and with a number if that name exists.
-fn free_name(place: &Path, end: &str) -> String {
-    let stem = match place.file_name() {
-        Some(_) => place.display().to_string(),
+/// Returns the name of the folder `path` with `end`, and with a number if that name exists.
+fn free_name(path: &Path, end: &str) -> String {
+    let stem = match path.file_name() {
+        Some(_) => path.display().to_string(),
         // Names such as `.` have no last part.
         None => "model".to_owned(),
     };

@@ -38,7 +38,7 @@ pub(crate) fn listen(plan: &Plan, output: &Path, terminal: &Terminal) -> Result<
     })?;
     let whom = if server.is_open() { ", open to the network" } else { "" };
     let description = format!("metrics at {}{whom}", server.url());
-    let labels = RunLabels { run: last_name(output, "finetune"), model: plan.base.found.name() };
+    let labels = RunLabels { run: last_name(output, "finetune"), model: plan.base.source.name() };
     let endpoint = MetricsEndpoint::new(server, &labels)?;
     // Printed last: the page is available from here on.
     terminal.line(description);
@@ -96,7 +96,7 @@ pub(crate) fn log_command(
 fn run_start(plan: &Plan, output: &Path, resumed_step: Option<u64>) -> Result<RunStart> {
     Ok(RunStart {
         run: last_name(output, "finetune"),
-        model: plan.base.found.name(),
+        model: plan.base.source.name(),
         output: absolute(output).map_err(|e| Error::io("find", output, &e))?.display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
         started: clock::now_as_text(),

@@ -44,7 +44,11 @@ impl StoredReference {
         let digest = |rows: &Dataset| rows.digest().to_hex().to_string();
         StoredReference {
             fingerprint: RunRecord::digest(&facts),
-            held_out_rows: plan.held_out.as_ref().map(|held_out| digest(&held_out.dataset)).unwrap_or_default(),
+            held_out_rows: plan
+                .held_out
+                .as_ref()
+                .map(|held_out| digest(&held_out.dataset))
+                .unwrap_or_default(),
             train: Vec::new(),
             held_out: Vec::new(),
         }
@@ -85,7 +89,11 @@ pub(crate) fn is_precomputed(plan: &Plan) -> bool {
 /// # Errors
 /// User: the run resumes, and its file is missing or belongs to other rows or another model.
 /// Storage: the file cannot be written. A tensor operation failed; a peer failed.
-pub(super) fn with_reference(run: &TrainRun<'_>, trainer: Trainer, world: &dyn Collective) -> Result<Trainer> {
+pub(super) fn with_reference(
+    run: &TrainRun<'_>,
+    trainer: Trainer,
+    world: &dyn Collective,
+) -> Result<Trainer> {
     let plan = run.plan;
     if !is_precomputed(plan) {
         return Ok(trainer);
@@ -150,10 +158,7 @@ pub(crate) fn reference_log_probs(
         trainer.reference_log_probs(&batches_in_order(plan, rows), rows.len(), |done| seen(done, rows.len()))
     };
     let held_out = plan.held_out.as_ref().map(|held_out| of_rows(&held_out.dataset)).transpose()?;
-    Ok(ReferenceLogProbs {
-        train: of_rows(&plan.train.dataset)?,
-        held_out: held_out.unwrap_or_default(),
-    })
+    Ok(ReferenceLogProbs { train: of_rows(&plan.train.dataset)?, held_out: held_out.unwrap_or_default() })
 }
 
 /// Returns micro-batches of all examples in order, as large as those of the run.

@@ -139,9 +139,9 @@ impl ReportPage<'_> {
 
     fn in_a_sentence(&self) -> String {
         let plan = self.plan;
-        let sets: Vec<&str> = plan.train.sources.iter().map(|found| found.id.as_str()).collect();
+        let sets: Vec<&str> = plan.train.sources.iter().map(|source| source.id.as_str()).collect();
         let rows = units::exact(plan.train.dataset.report().rows, "row");
-        format!("{} trained on {} ({rows}): {}.", plan.base.found.id, sets.join(", "), plan.method())
+        format!("{} trained on {} ({rows}): {}.", plan.base.source.id, sets.join(", "), plan.method())
     }
 
     fn headline(&self) -> Vec<(&'static str, String)> {
@@ -157,12 +157,12 @@ impl ReportPage<'_> {
         let plan = self.plan;
         let (trainable, all) = plan.parameters();
         let commit =
-            plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
+            plan.base.source.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
         let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
         let strategy =
             if plan.world_size > 1 { format!(", strategy {}", plan.strategy()) } else { String::new() };
         let mut figures = vec![
-            ("model", format!("{}{commit}", plan.base.found.id)),
+            ("model", format!("{}{commit}", plan.base.source.id)),
             ("method", plan.method().to_string()),
             ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
             ("steps", format!("{} of {}", self.summary.steps, plan.total_steps)),

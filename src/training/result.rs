@@ -54,13 +54,13 @@ impl TrainRun<'_> {
         let elsewhere = folder.publish(&[REPORT])?;
         KillPoint::Published.reach();
         described?;
-        if let Some((place, taken)) = &elsewhere {
-            let (path, names) = (place.display(), taken.join(", "));
+        if let Some((target, taken)) = &elsewhere {
+            let (path, names) = (target.display(), taken.join(", "));
             self.terminal.warn(format!(
                 "{names} appeared during the run and would be overwritten: the result is in {path}"
             ));
         }
-        let published = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
+        let published = elsewhere.map_or_else(|| output.to_owned(), |(target, _)| target);
         let what = if plan.adapter_setup.is_some() { "adapter" } else { "model" };
         self.terminal.line(format!("{what} saved in {}", published.display()));
         let questions = self.showcase.answered(summary, [before, None]);
@@ -71,22 +71,22 @@ impl TrainRun<'_> {
         Ok(Some(published))
     }
 
-    /// Writes the text `name` of the result in `place`. If the file has changed since the run wrote
-    /// it, it is kept with a warning.
-    fn update(&self, (folder, place): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
-        if place != self.args.output() {
-            return write_text(&place.join(name), text).map(drop);
+    /// Writes the text `name` of the result in `target`. If the file has changed since the run
+    /// wrote it, it is kept with a warning.
+    fn update(&self, (folder, target): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
+        if target != self.args.output() {
+            return write_text(&target.join(name), text).map(drop);
         }
         if !folder.update_text(name, text)? {
             self.terminal.warn(format!(
                 "{name} in {} has changed since the run wrote it: it is kept, without the final figures",
-                place.display()
+                target.display()
             ));
         }
         Ok(())
     }
 
-    /// Completes card and report of the result in `place` with the final figures; returns the
+    /// Completes card and report of the result in `target` with the final figures; returns the
     /// memory comparison. The model has been dropped, and the speed measurements use its memory.
     ///
     /// # Errors
@@ -94,12 +94,12 @@ impl TrainRun<'_> {
     pub(crate) fn complete(
         &self,
         folder: &RunFolder,
-        place: &Path,
+        target: &Path,
         device: &Device,
         (summary, questions): (&RunSummary, &[AnsweredQuestion]),
     ) -> Result<MemoryComparison> {
         let (plan, output, terminal) = (self.plan, self.args.output(), self.terminal);
-        let result = (folder, place);
+        let result = (folder, target);
         self.update(result, CARD, &card(plan, summary, self.title()).render())?;
         KillPoint::Described.reach();
         let spare = self.planned.spare(plan, device);

@@ -193,8 +193,9 @@ fn affordable_tokens(plan: &Plan) -> usize {
         return 0;
     }
     let (most, least) = ANSWER_TOKENS;
-    let room = READ[usize::from(!plan.engine.device.is_cpu())] / plan.memory.weights.max(1) / SHOWN as u64;
-    let tokens = usize::try_from(room).unwrap_or(most).min(most);
+    let affordable =
+        READ[usize::from(!plan.engine.device.is_cpu())] / plan.memory.weights.max(1) / SHOWN as u64;
+    let tokens = usize::try_from(affordable).unwrap_or(most).min(most);
     if tokens < least { 0 } else { tokens }
 }
 

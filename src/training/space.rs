@@ -37,8 +37,10 @@ pub(crate) fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
     let given = plan.recipe.checkpoint.output_dtype;
     let stored = match plan.adapter_setup {
-        Some(_) => StoredAs { given, dtypes: Default::default(), kept: 0 },
-        None => StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: plan.base.kept.bytes() },
+        Some(_) => StoredAs { given, dtypes: Default::default(), retained_bytes: 0 },
+        None => {
+            StoredAs { given, dtypes: plan.stored_dtypes.clone(), retained_bytes: plan.base.retained.bytes() }
+        }
     };
     Ok(WrittenBytes::of(&descs, &plan.recipe, &stored))
 }

@@ -67,15 +67,15 @@ pub(crate) struct TrainRun<'a> {
 }
 
 impl TrainRun<'_> {
-    /// Claims the folder `found` for this run, in the process of the first rank and after all
-    /// processes have joined. A run that is refused before leaves nothing in it.
+    /// Claims the folder `output_folder` for this run, in the process of the first rank and after
+    /// all processes have joined. A run that is refused before leaves nothing in it.
     ///
     /// # Errors
     /// Those of [`OutputFolder::claim`]; the metrics endpoint cannot be opened.
-    pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
+    pub(crate) fn claim(&self, output_folder: OutputFolder) -> Result<()> {
         let endpoint = monitoring::listen(self.plan, self.args.output(), self.terminal)?;
         *locked(&self.metrics) = endpoint;
-        let claimed = found.claim(self.args, self.plan, self.resumed)?;
+        let claimed = output_folder.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
         Ok(())
     }
@@ -285,7 +285,7 @@ impl TrainRun<'_> {
     fn best_so_far(&self, output: &Path, first: bool) -> Option<BestEvaluation> {
         let saved = self.resumed.filter(|_| self.plan.recipe.eval.keeps_best())?;
         let is_there = |best: &&BestEvaluation| {
-            lies_in(saved, output) && checkpoint::place(output, best.report.step).is_dir()
+            lies_in(saved, output) && checkpoint::path_of(output, best.report.step).is_dir()
         };
         let mut best = saved.state.best.as_ref().filter(is_there).cloned();
         if let (Some(lost), None, true) = (&saved.state.best, &best, first) {

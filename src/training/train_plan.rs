@@ -11,7 +11,7 @@ use crate::planning::{MemoryBudget, Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::Terminal;
 
-/// Plans the run of `recipe` that writes to the folder `found`, if any.
+/// Plans the run of `recipe` that writes to the folder `output_folder`, if any.
 ///
 /// # Errors
 /// Those of [`Plan::resolve`]; the processes do not all join.
@@ -19,21 +19,29 @@ pub(crate) fn plan_of(
     recipe: Recipe,
     args: &TrainArgs,
     ranks: &RankSetup,
-    found: Option<&OutputFolder>,
+    output_folder: Option<&OutputFolder>,
     terminal: &Terminal,
 ) -> Result<Plan> {
     // A dry run contacts no other process.
-    let room = found.map_or(Ok(MemoryBudget::Local), |_| ranks.memory())?;
+    let budget = output_folder.map_or(Ok(MemoryBudget::Local), |_| ranks.memory())?;
     let Launch { world_size: all, local_world_size: local, ranks_here: here, .. } = ranks.launch;
     let resolver = Resolver::new(args.common.offline, terminal)?;
     let resolver = if args.dry_run { resolver.leaving_weights() } else { resolver };
-    let recorded = found.map_or(Ok(None), OutputFolder::date)?;
+    let recorded = output_folder.map_or(Ok(None), OutputFolder::date)?;
     let resolve = |recipe, now| {
-        let resumed = found.and_then(|found| found.resumed.as_ref());
-        Plan::resolve(recipe, &resolver, (ranks.device(), room), WorldSize { all, local, here }, resumed, now)
+        let resumed = output_folder.and_then(|output_folder| output_folder.resumed.as_ref());
+        Plan::resolve(
+            recipe,
+            &resolver,
+            (ranks.device(), budget),
+            WorldSize { all, local, here },
+            resumed,
+            now,
+        )
     };
     let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
-    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.dataset_loader.date(), found) {
+    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.dataset_loader.date(), output_folder)
+    {
         // Every process must pass the same date to the template.
         let agreed = ranks.agree("the date of the chat template", || Ok(own.to_rfc3339().into_bytes()))?;
         let agreed = parse_date(&String::from_utf8_lossy(&agreed))?;

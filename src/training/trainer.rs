@@ -42,6 +42,7 @@ pub fn trainer(
         schedule: plan.schedule()?,
         max_grad_norm: Some(plan.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
         router_aux_loss: router_aux_loss(&plan.recipe, &plan.base.config)?,
+        neftune_alpha: plan.recipe.train.neftune_alpha,
         seed: plan.recipe.train.seed,
         recompute: plan.recompute,
         save_assignment: if plan.adapter_setup.is_some() {

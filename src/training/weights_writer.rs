@@ -16,7 +16,7 @@ use crate::loading::pissa::{saved_config, saved_matrix};
 use crate::parallel::ParamDesc;
 use crate::planning::{Plan, StoredAs};
 use crate::recipe::{Dtype, MasterWeights};
-use crate::weights::{ClassNames, KeptTensors, ModelIdentity, StoredDtype, WriteEntry, Written};
+use crate::weights::{ClassNames, ModelIdentity, RetainedTensors, StoredDtype, WriteEntry, Written};
 
 /// Returns the writer of the trained weights of this run: a PEFT adapter, or a Hugging Face model
 /// whose tensors the ranks of `trainer` share. With `exact`, which checkpoints need, the dtype is
@@ -33,9 +33,9 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     let tokenizer = plan.base.result_tokenizer(&plan.dataset_loader);
     let Some(adapter_setup) = &plan.adapter_setup else {
         // Checkpoints hold the parameters alone.
-        let alone = || KeptTensors::default().named_by(plan.base.config.family.class_names);
-        let unused = if exact { alone() } else { plan.base.kept.clone() };
-        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), kept: unused.bytes() };
+        let alone = || RetainedTensors::default().named_by(plan.base.config.family.class_names);
+        let unused = if exact { alone() } else { plan.base.retained.clone() };
+        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone(), retained_bytes: unused.bytes() };
         let stacks = plan.base.stacks();
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
@@ -45,7 +45,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         };
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let untied = plan.base.head_apart;
-        let source = plan.base.found.folder.clone();
+        let source = plan.base.source.folder.clone();
         let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied, unused);
         return Ok(Arc::new(
             move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
@@ -60,8 +60,9 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     } else {
         adapter_setup.config.clone()
     };
-    let dtype =
-        StoredAs { given, dtypes: BTreeMap::new(), kept: 0 }.given_to_all().unwrap_or(StoredDtype::F32);
+    let dtype = StoredAs { given, dtypes: BTreeMap::new(), retained_bytes: 0 }
+        .given_to_all()
+        .unwrap_or(StoredDtype::F32);
     let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
     let class = plan.base.config.family.class_names;
     let adapter = AdapterOutput { config, class, base: plan.identity()?.clone(), tied, initial, dtype };

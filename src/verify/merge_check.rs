@@ -159,7 +159,7 @@ pub(crate) struct MergeCheck<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Certificate {
     /// Differences between the two models.
-    pub(crate) found: Comparison,
+    pub(crate) comparison: Comparison,
     /// Largest accepted mean divergence, in nats per token.
     pub(crate) max_kl: f64,
     /// True if the merged weights are quantized again.
@@ -170,19 +170,19 @@ impl Certificate {
     /// Describes the certificate: the divergence and, for quantized weights, the share of the
     /// adapter's effect that survived.
     pub(crate) fn lines(self) -> Vec<String> {
-        let Certificate { found, max_kl, requantized } = self;
+        let Certificate { comparison, max_kl, requantized } = self;
         let divergence = format!(
             "verified on {}: mean KL divergence {:.6} nats a token between base + adapter and the merged model (accepted: up to {max_kl}); the likeliest token is the same at {:.2} % of positions",
-            units::exact(found.rows, "row"),
-            found.mean_kl(),
-            100.0 * found.top1_agreement()
+            units::exact(comparison.rows, "row"),
+            comparison.mean_kl(),
+            100.0 * comparison.top1_agreement()
         );
         [divergence].into_iter().chain(requantized.then(|| self.effect())).collect()
     }
 
     /// Describes the share of the adapter's effect that quantized weights have.
     fn effect(self) -> String {
-        match self.found.kept_share() {
+        match self.comparison.kept_share() {
             None => "the adapter does not change the logits of these rows".to_owned(),
             Some(share) => format!(
                 "{:.1} % of the adapter's effect on the logits survived the quantization of the merged weights",
@@ -193,7 +193,7 @@ impl Certificate {
 
     /// Returns a warning if quantization removed most of the adapter's effect.
     pub(crate) fn warning(self) -> Option<&'static str> {
-        let is_lost = self.requantized && self.found.kept_share().is_some_and(|share| share < LOST);
+        let is_lost = self.requantized && self.comparison.kept_share().is_some_and(|share| share < LOST);
         is_lost.then_some(
             "the merged model has lost most of the adapter's effect: merge without `--requantize`, or use the adapter beside its base",
         )
@@ -202,14 +202,14 @@ impl Certificate {
     /// Returns the certificate as in merge.json.
     pub(crate) fn to_json(self) -> Value {
         let mut entries = json!({
-            "rows": self.found.rows,
-            "tokens": self.found.tokens,
-            "mean_kl": self.found.mean_kl(),
-            "max_kl": self.found.max_kl,
-            "top1_agreement": self.found.top1_agreement(),
+            "rows": self.comparison.rows,
+            "tokens": self.comparison.tokens,
+            "mean_kl": self.comparison.mean_kl(),
+            "max_kl": self.comparison.max_kl,
+            "top1_agreement": self.comparison.top1_agreement(),
             "threshold_mean_kl": self.max_kl,
         });
-        if let Some(share) = self.found.kept_share() {
+        if let Some(share) = self.comparison.kept_share() {
             entries["effect_kept"] = share.into();
         }
         entries
@@ -227,8 +227,7 @@ impl MergeCheck<'_> {
         // `merged` is a temporary folder.
         gguf_base::forget(merged);
         let comparison = compared?;
-        let certificate =
-            Certificate { found: comparison, max_kl: self.max_kl, requantized: self.requantized };
+        let certificate = Certificate { comparison, max_kl: self.max_kl, requantized: self.requantized };
         if comparison.mean_kl() <= self.max_kl {
             return Ok(certificate);
         }

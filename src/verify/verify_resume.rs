@@ -120,10 +120,10 @@ impl ResumeTrial<'_> {
         }
     }
 
-    fn differ(&self, found: &RunComparison) -> Error {
+    fn differ(&self, comparison: &RunComparison) -> Error {
         let error = Error::internal("a killed and resumed run did not leave the same bytes");
-        let error = found.differences.iter().take(NAMED).cloned().fold(error, Error::because);
-        let more = found.differences.len().saturating_sub(NAMED);
+        let error = comparison.differences.iter().take(NAMED).cloned().fold(error, Error::because);
+        let more = comparison.differences.len().saturating_sub(NAMED);
         let error = if more > 0 { error.because(format!("and {more} more files")) } else { error };
         error.hint(format!(
             "both runs are in {}; please report it with the recipe",

@@ -6,15 +6,15 @@ use std::fmt::Write;
 use insta::assert_snapshot;
 use serde_json::Value;
 
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 /// Runs `bench ops` on the tiny model's shapes for the shortest time; returns stdout if it
 /// succeeds, else stderr.
-fn bench_ops(place: &Place, more: &[&str]) -> String {
+fn bench_ops(dir: &TestDir, more: &[&str]) -> String {
     let args =
         ["bench", "ops", "--model", "model", "--tokens", "48", "--max-seq-len", "20", "--secs", "0.0001"];
-    let output = place.command(&[&args[..], more].concat()).output().unwrap();
-    let told = place.told(if output.status.success() { &output.stdout } else { &output.stderr });
+    let output = dir.command(&[&args[..], more].concat()).output().unwrap();
+    let told = dir.told(if output.status.success() { &output.stdout } else { &output.stderr });
     if output.status.success() { told } else { format!("exit {:?}\n{told}", output.status.code().unwrap()) }
 }
 
@@ -43,9 +43,9 @@ fn listed(figures: &Value) -> String {
 
 #[test]
 fn every_operation_is_measured() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let figures = |dtype: &str| -> Value {
-        let figures: Value = serde_json::from_str(&bench_ops(&place, &["--json", "--dtype", dtype])).unwrap();
+        let figures: Value = serde_json::from_str(&bench_ops(&dir, &["--json", "--dtype", dtype])).unwrap();
         let keys: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
         let rates = ["copy_gbps", "gemm_tflops", "peak_tflops"];
         assert_eq!(
@@ -103,6 +103,7 @@ fn every_operation_is_measured() {
     xielu (48x128) bf16 gbps
     xielu_backward (48x128, trained) bf16 gbps
     dropout (48x64) bf16 gbps
+    add_noise (48x64) bf16 gbps
     add (48x64) bf16 gbps
     scaled (48x64) bf16 gbps
     stack_rows (2 of 16x64) bf16 gbps
@@ -138,7 +139,7 @@ fn every_operation_is_measured() {
 
 #[test]
 fn a_table_has_the_operations_that_were_asked_for() {
-    let text = bench_ops(&Place::new(), &["--only", "rms_norm", "--only", "squares"]);
+    let text = bench_ops(&TestDir::new(), &["--only", "rms_norm", "--only", "squares"]);
     let lines: Vec<&str> = text.lines().collect();
     let head = lines[0].split_once(" GB/s, bf16 products ").unwrap().1;
     let (product, peak) = head.split_once(" TFLOP/s, in registers alone ").unwrap();
@@ -165,33 +166,33 @@ fn a_table_has_the_operations_that_were_asked_for() {
 
 #[test]
 fn what_cannot_be_measured() {
-    let place = Place::new();
-    assert_snapshot!(bench_ops(&place, &["--only", "norm", "--only", "softmax"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(bench_ops(&dir, &["--only", "norm", "--only", "softmax"]), @"
     exit 1
     error: cannot measure `softmax`
       caused by: no operation has that in its name
-      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, quantize_fp8, matmul_fp8, linear_cross_entropy, score_targets, logits, attention, attention_backward, attention_sinks, attention_sinks_backward, gated_delta, gated_delta_backward, causal_conv, causal_conv_backward, gated_rms_norm, gated_rms_norm_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, xielu, xielu_backward, dropout, add, scaled, stack_rows, add_bias, sum_rows, scale_columns, magnitude_backward, choose_experts, choose_experts_backward, balance_experts, scale_rows, scale_rows_backward, combine_rows, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
+      caused by: accepted: a part of matmul, matmul_weight_plus_low_rank, matmul_weight, matmul_weights, quantize_fp8, matmul_fp8, linear_cross_entropy, score_targets, logits, attention, attention_backward, attention_sinks, attention_sinks_backward, gated_delta, gated_delta_backward, causal_conv, causal_conv_backward, gated_rms_norm, gated_rms_norm_backward, rms_norm, rms_norm_backward, layer_norm, layer_norm_backward, rotary, rotary_backward, glu, glu_backward, activate, activate_backward, xielu, xielu_backward, dropout, add_noise, add, scaled, stack_rows, add_bias, sum_rows, scale_columns, magnitude_backward, choose_experts, choose_experts_backward, balance_experts, scale_rows, scale_rows_backward, combine_rows, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
     hint: leave out `--only` to measure all
     ");
-    assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"
+    assert_snapshot!(bench_ops(&dir, &["--gpus", "0,1"]), @"
     exit 2
     error: invalid value '0,1' for '--gpus <N>': accepted: the number of one GPU, such as 0
 
     For more information, try '--help'.
     ");
-    assert_snapshot!(bench_ops(&place, &["--algorithms", "8"]), @"
+    assert_snapshot!(bench_ops(&dir, &["--algorithms", "8"]), @"
     exit 1
     error: cannot measure products by 8 algorithms
       caused by: `--algorithms` is for GPUs; a CPU has one algorithm for each product
     hint: leave out `--algorithms`, or name a GPU with `--gpus`
     ");
-    assert_snapshot!(bench_ops(&place, &["--algorithms", "1"]), @"
+    assert_snapshot!(bench_ops(&dir, &["--algorithms", "1"]), @"
     exit 2
     error: invalid value '1' for '--algorithms <N>': 1 is not in 2..=100
 
     For more information, try '--help'.
     ");
-    assert_snapshot!(bench_ops(&place, &["--dtype", "f16"]), @"
+    assert_snapshot!(bench_ops(&dir, &["--dtype", "f16"]), @"
     exit 2
     error: invalid value 'f16' for '--dtype <DTYPE>'
       [possible values: bf16, f32]
@@ -200,8 +201,8 @@ fn what_cannot_be_measured() {
 
     For more information, try '--help'.
     ");
-    std::fs::remove_file(place.path("model/config.json")).unwrap();
-    assert_snapshot!(bench_ops(&place, &[]), @"
+    std::fs::remove_file(dir.path("model/config.json")).unwrap();
+    assert_snapshot!(bench_ops(&dir, &[]), @"
     exit 1
     error: folder `[DIR]/model` has no config.json
       caused by: a model is a config.json, a tokenizer and safetensors
@@ -212,10 +213,10 @@ fn what_cannot_be_measured() {
 /// Each collective and size has a rate; bus bandwidth is what a ring sends over each link.
 #[test]
 fn collectives_are_measured() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = ["bench", "collectives", "--ranks", "4", "--sizes", "64,1K,8192", "--json"];
-    let output = place.command(&args).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let output = dir.command(&args).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
     let speeds: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&speeds["ranks"], &speeds["backend"]), (&4.into(), &"the memory of one process".into()));
     let timings = speeds["timings"].as_array().unwrap();
@@ -235,10 +236,10 @@ fn collectives_are_measured() {
 
 #[test]
 fn communication_that_cannot_be_measured() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let said = |args: &[&str]| {
-        let output = place.command(args).output().unwrap();
-        format!("exit {:?}\n{}", output.status.code().unwrap(), place.told(&output.stderr))
+        let output = dir.command(args).output().unwrap();
+        format!("exit {:?}\n{}", output.status.code().unwrap(), dir.told(&output.stderr))
     };
     assert_snapshot!(said(&["bench", "collectives", "--ranks", "1"]), @"
     exit 1

@@ -78,14 +78,14 @@ fn tells_the_machine_in_json_too() {
 #[test]
 fn measures_the_disks_that_are_asked_for() {
     let folder = tempfile::tempdir().unwrap();
-    let place = folder.path().display().to_string();
-    let facts: serde_json::Value = serde_json::from_str(&doctor(&["--json", "--disk", &place], &[])).unwrap();
+    let path = folder.path().display().to_string();
+    let facts: serde_json::Value = serde_json::from_str(&doctor(&["--json", "--disk", &path], &[])).unwrap();
     let disks = facts["disks"].as_array().unwrap();
     assert_eq!(
         disks.iter().map(|disk| disk["name"].as_str().unwrap()).collect::<Vec<_>>(),
         ["hub cache", "given folder"]
     );
-    assert_eq!(disks[1]["folder"], place);
+    assert_eq!(disks[1]["folder"], path);
     let rates = &disks[1]["rates"];
     for rate in ["write_mb_per_sec", "read_mb_per_sec"] {
         assert!(rates[rate].as_f64() > Some(0.0), "{facts}");
@@ -294,8 +294,8 @@ fn end_of(command: &mut Command) -> (Option<i32>, String, String) {
 fn becomes_the_gpu_build_if_its_libraries_are_there() {
     let beside = Beside::new();
     beside.install("finetune-cuda");
-    let found = doctor(&[], &[]);
-    let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
+    let facts = doctor(&[], &[]);
+    let missing = value(&facts, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
     let version = || beside.command(&["--version"]);
     if missing.contains("libcublas.so.13") {
         let (code, _, text) = end_of(&mut version());

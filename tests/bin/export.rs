@@ -12,7 +12,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::exhaustive::each_third;
-use crate::place::{Place, copy_folder, golden, tiny_models};
+use crate::test_dir::{TestDir, copy_folder, golden, tiny_models};
 use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};
@@ -107,11 +107,11 @@ fn export(folder: &Path, kind: &str, output: &Path) -> Result<gguf::Exported> {
 }
 
 fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("m.gguf");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.gguf");
     export(folder, kind, &path).unwrap();
     let read = Read::open(&path);
-    (place, read)
+    (dir, read)
 }
 
 /// Golden models that llama.cpp cannot compute: heads of three are not as wide as the model, two
@@ -161,11 +161,10 @@ const ARRANGED: [&str; 25] = [
 
 #[test]
 fn what_cannot_be_written_is_refused() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let all = tiny_models("families/models").into_iter().filter(|name| NOT_EXPORTED.contains(&name.as_str()));
     for (i, name) in all.enumerate() {
-        let refused =
-            export(&golden("families/models").join(&name), "f32", &place.path().join(i.to_string()));
+        let refused = export(&golden("families/models").join(&name), "f32", &dir.path().join(i.to_string()));
         let refused = refused.expect_err(&name).to_string();
         assert!(refused.contains("cannot export this model as GGUF"), "{name}: {refused}");
         let experts = refused.contains("layers without experts");
@@ -222,9 +221,9 @@ fn stored_apart(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     }
     // Experts are one tensor in the order of their numbers.
     let expert = |name: &str| -> Option<(String, usize)> {
-        let (place, rest) = name.split_once(".experts.")?;
+        let (dir, rest) = name.split_once(".experts.")?;
         let (number, layer) = rest.split_once('.')?;
-        Some((format!("{place}.experts.{layer}"), number.parse().unwrap()))
+        Some((format!("{dir}.experts.{layer}"), number.parse().unwrap()))
     };
     let mut experts: Vec<_> = tensors.keys().filter_map(|name| Some((expert(name)?, name.clone()))).collect();
     experts.sort();
@@ -462,8 +461,8 @@ fn keys_of_one_architecture() {
     ] {
         let (_place, read) = exported(&golden("families/models").join(model), "bf16");
         for (key, wanted) in keys {
-            let found = read.value(&format!("{}.{key}", arch(model))).to_f32().unwrap();
-            assert!((found - wanted).abs() <= 1e-6 * wanted, "{model}: {key} is {found}, not {wanted}");
+            let actual = read.value(&format!("{}.{key}", arch(model))).to_f32().unwrap();
+            assert!((actual - wanted).abs() <= 1e-6 * wanted, "{model}: {key} is {actual}, not {wanted}");
         }
     }
     let open = |model: &str| exported(&golden("families/models").join(model), "bf16");
@@ -511,8 +510,8 @@ fn experts_are_one_tensor_with_their_keys() {
         let folder = noise(&format!("families/models/{model}"), |config: &mut Json| {
             config["norm_topk_prob"] = json!(renormalized);
         });
-        let place = tempfile::tempdir().unwrap();
-        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).unwrap_err().to_string();
+        let dir = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &dir.path().join("m.gguf")).unwrap_err().to_string();
         assert!(refused.contains("`norm_topk_prob` true"), "{refused}");
     }
 }
@@ -566,12 +565,12 @@ fn what_an_architecture_has_no_key_for() {
         "original_max_position_embeddings": 64 });
     let refuses = |model: &str, keys: &[(&str, Json)], fault: &str| {
         let folder = noise(&format!("families/models/tiny-{model}"), changes(keys));
-        let place = tempfile::tempdir().unwrap();
-        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).unwrap_err();
+        let dir = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &dir.path().join("m.gguf")).unwrap_err();
         let causes = refused.causes().join("; ");
         assert!(refused.to_string().contains("cannot export this model as GGUF"), "{model}: {refused}");
         assert!(causes.contains(fault), "{model}: {causes}");
-        assert!(!place.path().join("m.gguf").exists());
+        assert!(!dir.path().join("m.gguf").exists());
     };
     refuses("smollm3", &[("no_rope_layers", json!([1, 0, 1, 1]))], "layers without positions are [1]");
     refuses("smollm3", &[("attention_bias", json!(true))], "a bias in o_proj");
@@ -632,9 +631,9 @@ fn windows_and_caps_of_gemma() {
 #[test]
 fn llama3_frequencies_are_a_tensor() {
     let (_place, read) = exported(&golden("models/tiny-llama3"), "q8_0");
-    let found = read.values("rope_freqs.weight");
-    assert_eq!((found.len(), read.dtype("rope_freqs.weight")), (8, GgmlDType::F32));
-    for (i, found) in found.iter().enumerate() {
+    let actual = read.values("rope_freqs.weight");
+    assert_eq!((actual.len(), read.dtype("rope_freqs.weight")), (8, GgmlDType::F32));
+    for (i, actual) in actual.iter().enumerate() {
         let wavelength = std::f64::consts::TAU * 500_000f64.powf(2.0 * i as f64 / 16.0);
         let wanted = match wavelength {
             short if short < 16.0 => 1.0,
@@ -644,7 +643,7 @@ fn llama3_frequencies_are_a_tensor() {
                 1.0 / ((1.0 - smooth) / 8.0 + smooth)
             }
         };
-        assert!((f64::from(*found) / wanted - 1.0).abs() < 1e-5, "{i}: {found}, {wanted}");
+        assert!((f64::from(*actual) / wanted - 1.0).abs() < 1e-5, "{i}: {actual}, {wanted}");
     }
 }
 
@@ -654,10 +653,10 @@ fn changed(
     config: impl FnOnce(&mut Json),
     tokenizer: impl FnOnce(&mut Json),
 ) -> tempfile::TempDir {
-    let place = tempfile::tempdir().unwrap();
-    copy_folder(&golden("models").join(model), place.path());
+    let dir = tempfile::tempdir().unwrap();
+    copy_folder(&golden("models").join(model), dir.path());
     let rewrite = |name: &str, change: &mut dyn FnMut(&mut Json)| {
-        let path = place.path().join(name);
+        let path = dir.path().join(name);
         let mut json = read_json(&path);
         change(&mut json);
         std::fs::write(&path, json.to_string()).unwrap();
@@ -665,7 +664,7 @@ fn changed(
     let (mut config, mut tokenizer) = (Some(config), Some(tokenizer));
     rewrite("config.json", &mut |json| config.take().unwrap()(json));
     rewrite("tokenizer.json", &mut |json| tokenizer.take().unwrap()(json));
-    place
+    dir
 }
 
 #[test]
@@ -807,9 +806,9 @@ fn wide() -> tempfile::TempDir {
 
 /// A copy of a golden model with a changed config.json, and weights of seeded noise to match.
 fn noise(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
-    let place = tempfile::tempdir().unwrap();
-    copy_folder(&golden(model), place.path());
-    let path = place.path().join("config.json");
+    let dir = tempfile::tempdir().unwrap();
+    copy_folder(&golden(model), dir.path());
+    let path = dir.path().join("config.json");
     let mut config = read_json(&path);
     change(&mut config);
     std::fs::write(&path, config.to_string()).unwrap();
@@ -822,7 +821,7 @@ fn noise(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
         };
         0.05 * (uniform() + uniform() + uniform() + uniform())
     };
-    let shapes = finetune::model::parameters(&config_of(place.path()));
+    let shapes = finetune::model::parameters(&config_of(dir.path()));
     let tensors: Vec<_> = shapes
         .iter()
         .map(|spec| {
@@ -833,8 +832,8 @@ fn noise(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
     let views = tensors
         .iter()
         .map(|(name, shape, bytes)| (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &place.path().join("model.safetensors")).unwrap();
-    place
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    dir
 }
 
 /// Returns the largest rounding error of a block type: half a step. If scales are themselves
@@ -868,11 +867,11 @@ fn check_errors(folder: &Path, model: &str, read: &Read) {
     for (name, (shape, values)) in stored(folder) {
         let ours = gguf_name(model, &name);
         let (dtype, wanted) = (read.dtype(&ours), wanted(model, &config, &name, &shape, &values));
-        let found = read.values(&ours);
+        let actual = read.values(&ours);
         let block = if dtype.block_size() == 1 { wanted.len() } else { dtype.block_size() };
-        for (wanted, found) in wanted.chunks(block).zip(found.chunks(block)) {
+        for (wanted, actual) in wanted.chunks(block).zip(actual.chunks(block)) {
             let bound = bound(dtype, wanted);
-            let worst = wanted.iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let worst = wanted.iter().zip(actual).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(worst <= bound, "{ours} {dtype:?}: {worst} > {bound}");
         }
     }
@@ -928,8 +927,8 @@ fn rows_that_blocks_do_not_divide() {
         assert_eq!(read.dtype("blk.0.ffn_down.weight"), F16, "{kind}");
         check_errors(&folder, "tiny-llama3", &read);
     }
-    let place = tempfile::tempdir().unwrap();
-    let report = export(&folder, "q6_k", &place.path().join("m.gguf")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let report = export(&folder, "q6_k", &dir.path().join("m.gguf")).unwrap();
     assert_eq!(report.fallbacks, 14, "7 matrices in each of 2 layers; the output's q8_0 is the rule");
     let all: usize = report.types.values().sum();
     let note = format!("14 of {all} tensors got f16 or q8_0: their rows are no multiple of 256");
@@ -942,8 +941,8 @@ fn rows_that_blocks_do_not_divide() {
 fn an_adapter_is_the_sum_that_peft_merged() {
     let (base, adapter) = (golden("models/tiny-llama"), golden("train/lora/adapter_final"));
     let config = read_json(&base.join("config.json"));
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("a.gguf");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.gguf");
     let kind = "f32".parse().unwrap();
     gguf::write_adapter(&config_of(&base), &adapter, "a", kind, &path).unwrap();
     let read = Read::open(&path);
@@ -979,8 +978,8 @@ fn an_adapter_is_the_sum_that_peft_merged() {
 #[test]
 fn an_adapter_on_gate_and_up_is_two() {
     let (base, adapter) = ("families/models/tiny-granite4", "families/train/lora_granite4/adapter_final");
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("a.gguf");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.gguf");
     let kind = "f32".parse().unwrap();
     gguf::write_adapter(&config_of(&golden(base)), &golden(adapter), "a", kind, &path).unwrap();
     let (read, tensors) = (Read::open(&path), stored(&golden(adapter)));
@@ -1010,8 +1009,8 @@ fn an_adapter_keeps_its_scale() {
     let config = read_json(&adapter.join("adapter_config.json"));
     assert_eq!(config["use_rslora"], true);
     let r = config["r"].as_f64().unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("a.gguf");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.gguf");
     gguf::write_adapter(&config_of(&base), &adapter, "a", "f32".parse().unwrap(), &path).unwrap();
     let read = Read::open(&path);
     assert_eq!(
@@ -1020,10 +1019,10 @@ fn an_adapter_keeps_its_scale() {
     );
     let tensors = stored(&adapter);
     let (_, b) = &tensors["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"];
-    for (found, b) in read.values("blk.0.attn_v.weight.lora_b").iter().zip(b) {
+    for (actual, b) in read.values("blk.0.attn_v.weight.lora_b").iter().zip(b) {
         assert!(
-            (f64::from(*found) - f64::from(*b) * r.sqrt()).abs() <= 1e-6 * f64::from(b.abs()),
-            "{found}, {b}"
+            (f64::from(*actual) - f64::from(*b) * r.sqrt()).abs() <= 1e-6 * f64::from(b.abs()),
+            "{actual}, {b}"
         );
     }
 }
@@ -1032,8 +1031,8 @@ fn an_adapter_keeps_its_scale() {
 fn a_hugging_face_folder_is_the_model_again() {
     let source = golden("models/tiny-mistral");
     let files = ModelFiles::open(&source).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("same");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("same");
     hf::export(&files, &output, recipe::Dtype::Auto, hf::SHARD_BYTES).unwrap();
     assert!(output.join("model.safetensors").exists(), "one file, whatever the source had");
     let same = ModelFiles::open(&output).unwrap();
@@ -1047,28 +1046,28 @@ fn a_hugging_face_folder_is_the_model_again() {
     let (ours, theirs) = bytes("tokenizer.json");
     assert!(ours == theirs);
 
-    let output = place.path().join("f16");
+    let output = dir.path().join("f16");
     hf::export(&files, &output, recipe::Dtype::F16, 200_000).unwrap();
     assert_eq!(read_json(&output.join("config.json"))["torch_dtype"], "float16");
     let half = ModelFiles::open(&output).unwrap();
     assert!(half.is_indexed() && half.files().len() > 1, "sharded");
     for (name, (_, values)) in stored(&source) {
-        let mut found = vec![0f32; values.len()];
-        half.read_f32(&name, &mut found).unwrap();
-        assert!(found.iter().zip(&values).all(|(a, b)| *a == f16::from_f32(*b).to_f32()), "{name}");
+        let mut actual = vec![0f32; values.len()];
+        half.read_f32(&name, &mut actual).unwrap();
+        assert!(actual.iter().zip(&values).all(|(a, b)| *a == f16::from_f32(*b).to_f32()), "{name}");
     }
 }
 
 // Through the binary: bad input.
 
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = place.command(&[&["export"], args].concat()).arg("--quiet").output().unwrap();
-    let said = place.told(&output.stderr);
+fn refused(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(&[&["export"], args].concat()).arg("--quiet").output().unwrap();
+    let said = dir.told(&output.stderr);
     let code = output.status.code().unwrap();
     assert_ne!(code, 0, "{said}");
     assert!(!said.contains("internal error"), "{said}");
     assert!(output.stdout.is_empty(), "errors go to stderr alone");
-    let left = std::fs::read_dir(place.path("model").parent().unwrap()).unwrap();
+    let left = std::fs::read_dir(dir.path("model").parent().unwrap()).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     assert!(!left.iter().any(|name| name.contains("tmp")), "{left:?}");
     format!("exit {code}\n{said}")
@@ -1076,15 +1075,15 @@ fn refused(place: &Place, args: &[&str]) -> String {
 
 const GGUF: [&str; 6] = ["--model", "model", "--format", "gguf", "--output", "m.gguf"];
 
-fn refused_gguf(place: &Place, more: &[&str]) -> String {
-    let text = refused(place, &[&GGUF, more].concat());
-    assert!(!place.path("m.gguf").exists(), "a file after: {text}");
+fn refused_gguf(dir: &TestDir, more: &[&str]) -> String {
+    let text = refused(dir, &[&GGUF, more].concat());
+    assert!(!dir.path("m.gguf").exists(), "a file after: {text}");
     text
 }
 
 #[test]
 fn an_unknown_type() {
-    assert_snapshot!(refused_gguf(&Place::new(), &["--type", "q3_k_l"]), @"
+    assert_snapshot!(refused_gguf(&TestDir::new(), &["--type", "q3_k_l"]), @"
     exit 2
     error: invalid value 'q3_k_l' for '--type <TYPE>'
       [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k]
@@ -1097,22 +1096,22 @@ fn an_unknown_type() {
 
 #[test]
 fn an_output_that_exists() {
-    let place = Place::new();
-    place.write("m.gguf", "mine");
-    assert_snapshot!(refused(&place, &GGUF), @"
+    let dir = TestDir::new();
+    dir.write("m.gguf", "mine");
+    assert_snapshot!(refused(&dir, &GGUF), @"
     exit 1
     error: cannot write m.gguf
       caused by: a file of that name exists
     hint: give another path with `--output`, or remove the file
     ");
-    assert_eq!(std::fs::read(place.path("m.gguf")).unwrap(), b"mine");
-    assert_snapshot!(refused(&place, &["--model", "model", "--format", "gguf", "--output", "model"]), @"
+    assert_eq!(std::fs::read(dir.path("m.gguf")).unwrap(), b"mine");
+    assert_snapshot!(refused(&dir, &["--model", "model", "--format", "gguf", "--output", "model"]), @"
     exit 1
     error: cannot write model
       caused by: it is a folder; a GGUF is one file
     hint: write `--output model/model.gguf`
     ");
-    assert_snapshot!(refused(&place, &["--model", "model", "--format", "hf", "--output", "model"]), @"
+    assert_snapshot!(refused(&dir, &["--model", "model", "--format", "hf", "--output", "model"]), @"
     exit 1
     error: cannot write to model
       caused by: the folder is not empty
@@ -1122,22 +1121,22 @@ fn an_output_that_exists() {
 
 #[test]
 fn what_does_not_go_together() {
-    let place = Place::new();
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let dir = TestDir::new();
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
     let hf = ["--model", "model", "--format", "hf", "--output", "out"];
-    assert_snapshot!(refused(&place, &[&hf[..], &["--type", "q8_0"]].concat()), @"
+    assert_snapshot!(refused(&dir, &[&hf[..], &["--type", "q8_0"]].concat()), @"
     exit 1
     error: cannot store a Hugging Face model as q8_0
       caused by: accepted with `--format hf`: f32, f16, bf16
     hint: write `--format gguf`
     ");
-    assert_snapshot!(refused(&place, &[&hf[..], &["--adapter", "adapter"]].concat()), @"
+    assert_snapshot!(refused(&dir, &[&hf[..], &["--adapter", "adapter"]].concat()), @"
     exit 1
     error: cannot export an adapter as a Hugging Face model
       caused by: accepted with `--adapter` alone: `--format gguf`
     hint: add `--merge`, which merges the adapter into its model first
     ");
-    assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter", "--type", "q4_k_m"]), @"
+    assert_snapshot!(refused_gguf(&dir, &["--adapter", "adapter", "--type", "q4_k_m"]), @"
     exit 1
     error: cannot export an adapter as q4_k_m
       caused by: accepted for an adapter: f32, f16
@@ -1148,52 +1147,52 @@ fn what_does_not_go_together() {
 /// `export` with an adapter writes the files of `merge` and `export`, and leaves no other file.
 #[test]
 fn an_adapter_is_merged_on_the_way() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let adapter = ["--adapter", "adapter", "--model", "model"];
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
     // A GGUF file takes the name of its model's folder, which is here the adapter's.
-    std::fs::create_dir(place.path("merged")).unwrap();
-    place.said(&[&["merge", "--output", "merged/adapter"][..], &adapter].concat());
+    std::fs::create_dir(dir.path("merged")).unwrap();
+    dir.said(&[&["merge", "--output", "merged/adapter"][..], &adapter].concat());
     let merge = [&["export", "--merge"][..], &adapter].concat();
     for (kind, name) in [("f32", "a.gguf"), ("q8_0", "b.gguf")] {
         let two = format!("two-{name}");
         let format = ["--format", "gguf", "--type", kind, "--output"];
-        place.said(&[&["export", "--model", "merged/adapter"][..], &format, &[two.as_str()]].concat());
-        let said = place.said(&[&merge[..], &format, &[name]].concat());
+        dir.said(&[&["export", "--model", "merged/adapter"][..], &format, &[two.as_str()]].concat());
+        let said = dir.said(&[&merge[..], &format, &[name]].concat());
         assert!(said.contains(&format!("merging adapter adapter in [DIR]/{name}.merged.tmp-")), "{said}");
-        let read = |name: &str| std::fs::read(place.path(name)).unwrap();
+        let read = |name: &str| std::fs::read(dir.path(name)).unwrap();
         assert!(read(name).starts_with(b"GGUF") && read(name) == read(&two), "{kind}");
     }
-    place.said(&[&merge[..], &["--format", "hf", "--output", "one/"]].concat());
-    assert_eq!(stored(&place.path("one")), stored(&place.path("merged/adapter")));
+    dir.said(&[&merge[..], &["--format", "hf", "--output", "one/"]].concat());
+    assert_eq!(stored(&dir.path("one")), stored(&dir.path("merged/adapter")));
     // A failed merge leaves nothing beside the output.
-    let said = refused_gguf(&place, &["--adapter", "nothing", "--merge"]);
+    let said = refused_gguf(&dir, &["--adapter", "nothing", "--merge"]);
     assert!(said.contains("nothing"), "{said}");
-    let mut config = read_json(&place.path("model/config.json"));
+    let mut config = read_json(&dir.path("model/config.json"));
     config["hidden_size"] = json!(32);
-    std::fs::write(place.path("model/config.json"), config.to_string()).unwrap();
-    refused_gguf(&place, &["--adapter", "adapter", "--merge"]);
-    let taken = refused(&place, &[&["--merge", "--format", "hf", "--output", "one"][..], &adapter].concat());
+    std::fs::write(dir.path("model/config.json"), config.to_string()).unwrap();
+    refused_gguf(&dir, &["--adapter", "adapter", "--merge"]);
+    let taken = refused(&dir, &[&["--merge", "--format", "hf", "--output", "one"][..], &adapter].concat());
     assert!(taken.contains("the folder is not empty"), "{taken}");
-    assert!(refused(&place, &[&GGUF[..], &["--merge"]].concat()).contains("--adapter"));
+    assert!(refused(&dir, &[&GGUF[..], &["--merge"]].concat()).contains("--adapter"));
 }
 
 #[test]
 fn an_adapter_that_is_more_than_lora() {
-    let place = Place::new();
-    copy_folder(&golden("train/dora/adapter_final"), &place.path("dora"));
-    assert_snapshot!(refused_gguf(&place, &["--adapter", "dora"]), @"
+    let dir = TestDir::new();
+    copy_folder(&golden("train/dora/adapter_final"), &dir.path("dora"));
+    assert_snapshot!(refused_gguf(&dir, &["--adapter", "dora"]), @"
     exit 1
     error: cannot export adapter [DIR]/dora as GGUF
       caused by: it has `use_dora`: true; a GGUF adapter holds LoRA of linear layers alone
     hint: merge first: `finetune merge --model MODEL --adapter [DIR]/dora --output merged`, then export `--model merged`
     ");
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("saved"));
-    let path = place.path("saved/adapter_config.json");
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("saved"));
+    let path = dir.path("saved/adapter_config.json");
     let mut config = read_json(&path);
     config["modules_to_save"] = json!(["lm_head"]);
     std::fs::write(&path, config.to_string()).unwrap();
-    assert_snapshot!(refused_gguf(&place, &["--adapter", "saved"]), @r#"
+    assert_snapshot!(refused_gguf(&dir, &["--adapter", "saved"]), @r#"
     exit 1
     error: cannot export adapter [DIR]/saved as GGUF
       caused by: it has `modules_to_save`: ["lm_head"]; a GGUF adapter holds LoRA of linear layers alone
@@ -1203,9 +1202,9 @@ fn an_adapter_that_is_more_than_lora() {
 
 #[test]
 fn an_adapter_of_another_model() {
-    let place = Place::with_model("tiny-qwen2");
-    copy_folder(&golden("train/lora_phi3/adapter_final"), &place.path("adapter"));
-    assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter"]), @"
+    let dir = TestDir::with_model("tiny-qwen2");
+    copy_folder(&golden("train/lora_phi3/adapter_final"), &dir.path("adapter"));
+    assert_snapshot!(refused_gguf(&dir, &["--adapter", "adapter"]), @"
     exit 1
     error: cannot use adapter [DIR]/adapter with this model
       caused by: it has tensors for `model.layers.0.mlp.gate_up_proj`, which the model does not have
@@ -1215,9 +1214,9 @@ fn an_adapter_of_another_model() {
 
 /// The error of exporting tiny-llama with a changed config.json or tokenizer.json.
 fn refused_model(config: impl FnOnce(&mut Json), tokenizer: impl FnOnce(&mut Json)) -> String {
-    let place = Place::new();
-    copy_folder(changed("tiny-llama", config, tokenizer).path(), &place.path("model"));
-    refused_gguf(&place, &[])
+    let dir = TestDir::new();
+    copy_folder(changed("tiny-llama", config, tokenizer).path(), &dir.path("model"));
+    refused_gguf(&dir, &[])
 }
 
 #[test]
@@ -1256,10 +1255,10 @@ fn a_tokenizer_that_llama_cpp_does_not_have() {
 
 /// The error of exporting tiny-qwen2 with this `rope_scaling`.
 fn refused_of(scaling: &Json) -> String {
-    let place = Place::new();
+    let dir = TestDir::new();
     let model = changed("tiny-qwen2", |config| config["rope_scaling"] = scaling.clone(), |_| {});
-    copy_folder(model.path(), &place.path("model"));
-    refused_gguf(&place, &[])
+    copy_folder(model.path(), &dir.path("model"));
+    refused_gguf(&dir, &[])
 }
 
 #[test]
@@ -1282,11 +1281,11 @@ fn a_model_that_llama_cpp_cannot_compute() {
 
 #[test]
 fn layers_that_llama_cpp_would_rotate() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let change = |config: &mut Json| config["no_rope_layers"] = json!([1, 0, 1, 1]);
-    std::fs::remove_dir_all(place.path("model")).unwrap();
-    copy_folder(noise("families/models/tiny-smollm3", change).path(), &place.path("model"));
-    assert_snapshot!(refused_gguf(&place, &[]), @"
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
+    copy_folder(noise("families/models/tiny-smollm3", change).path(), &dir.path("model"));
+    assert_snapshot!(refused_gguf(&dir, &[]), @"
     exit 1
     error: cannot export this model as GGUF
       caused by: its layers without positions are [1] (`no_rope_layers`, `layer_types`); those of llama.cpp's smollm3 are [3]
@@ -1296,8 +1295,8 @@ fn layers_that_llama_cpp_would_rotate() {
 
 #[test]
 fn weights_that_do_not_fit() {
-    let place = Place::new();
-    let path = place.path("model/model.safetensors");
+    let dir = TestDir::new();
+    let path = dir.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let mut up = file.tensor("model.layers.1.mlp.up_proj.weight").unwrap().data().to_vec();
@@ -1311,30 +1310,30 @@ fn weights_that_do_not_fit() {
         safetensors::serialize_to_file(views, None, &path).unwrap();
     };
     write(&|_| true, &up);
-    assert_snapshot!(refused_gguf(&place, &["--type", "f16"]), @"
+    assert_snapshot!(refused_gguf(&dir, &["--type", "f16"]), @"
     exit 1
     error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as f16
       caused by: it holds 70000; the largest number of f16 is 65504
     hint: write `--type bf16` or `--type f32`
     ");
     let hf = ["--model", "model", "--format", "hf", "--type", "f16", "--output", "out"];
-    assert_snapshot!(refused(&place, &hf), @"
+    assert_snapshot!(refused(&dir, &hf), @"
     exit 1
     error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as f16
       caused by: it holds 70000; the largest number of f16 is 65504
     hint: write `--type bf16` or `--type f32`
     ");
-    assert!(!place.path("out").exists());
+    assert!(!dir.path("out").exists());
     up[..4].copy_from_slice(&f32::NAN.to_le_bytes());
     write(&|_| true, &up);
-    assert_snapshot!(refused_gguf(&place, &["--type", "q8_0"]), @"
+    assert_snapshot!(refused_gguf(&dir, &["--type", "q8_0"]), @"
     exit 1
     error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as q8_0
       caused by: it holds NaN; accepted: finite numbers
     hint: give an earlier checkpoint of that run
     ");
     write(&|name| name != "model.norm.weight", &up);
-    assert_snapshot!(refused_gguf(&place, &[]), @"
+    assert_snapshot!(refused_gguf(&dir, &[]), @"
     exit 1
     error: cannot read weights in [DIR]/model
       caused by: tensor `model.norm.weight` is missing; the nearest is `lm_head.weight`

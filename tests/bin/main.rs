@@ -25,8 +25,6 @@ mod golden_run;
 mod hub_double;
 #[path = "../support/logits.rs"]
 mod logits;
-#[path = "../support/place.rs"]
-mod place;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/planned_run.rs"]
 mod planned_run;
@@ -35,6 +33,8 @@ mod planned_run;
 mod pseudo_terminal;
 #[path = "../support/skipped.rs"]
 mod skipped;
+#[path = "../support/test_dir.rs"]
+mod test_dir;
 
 mod bench;
 mod compare;

@@ -6,7 +6,7 @@ mod mxfp4;
 use std::path::Path;
 
 use crate::logits::{base, distance, floats};
-use crate::place::{Place, copy_folder, golden, lora, tiny_models};
+use crate::test_dir::{TestDir, copy_folder, golden, lora, tiny_models};
 use finetune::loading::Trains;
 use finetune::quant::{
     BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, QuantTensor, RunMeaning, RunsViewMut,
@@ -22,12 +22,12 @@ const Q_PROJ: &str = "model.layers.0.self_attn.q_proj.weight";
 const STATE: &str = "model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4";
 
 /// A folder with a quantized model and the tokenizer of its original.
-fn place(checkpoint: &str) -> Place {
-    let place = Place::new();
-    std::fs::remove_file(place.path("model/model.safetensors")).unwrap();
-    copy_folder(&golden(checkpoint), &place.path("model"));
-    std::fs::remove_file(place.path("model/expected_forward.safetensors")).unwrap();
-    place
+fn test_dir(checkpoint: &str) -> TestDir {
+    let dir = TestDir::new();
+    std::fs::remove_file(dir.path("model/model.safetensors")).unwrap();
+    copy_folder(&golden(checkpoint), &dir.path("model"));
+    std::fs::remove_file(dir.path("model/expected_forward.safetensors")).unwrap();
+    dir
 }
 
 #[test]
@@ -146,17 +146,17 @@ fn codes_and_scales_are_the_files_own() {
     assert!(files.bytes(Q_PROJ).is_err());
 }
 
-fn printed(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let said = place.told(&output.stderr);
+fn printed(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(args).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert!(output.status.success(), "{said}");
-    place.told(&output.stdout)
+    dir.told(&output.stdout)
 }
 
 #[test]
 fn the_verbs_read_quantized_models() {
-    let place = place(NF4);
-    assert_snapshot!(printed(&place, &["inspect", "model"]), @"
+    let dir = test_dir(NF4);
+    assert_snapshot!(printed(&dir, &["inspect", "model"]), @"
     architecture  LlamaForCausalLM
     model_type    llama
     parameters    135K in 21 tensors, 296 KiB
@@ -173,17 +173,17 @@ fn the_verbs_read_quantized_models() {
     ");
     let eval =
         ["eval", "--model", "model", "--dataset", "rows.jsonl", "--json", "--set", "data.max_seq_len=96"];
-    let loss: Value = serde_json::from_str(&printed(&place, &eval)).unwrap();
+    let loss: Value = serde_json::from_str(&printed(&dir, &eval)).unwrap();
     assert!(loss["loss"].as_f64().unwrap().is_finite());
-    printed(&place, &["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "2"]);
+    printed(&dir, &["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "2"]);
 }
 
 #[test]
 fn an_adapter_trains_on_a_quantized_model() {
     for checkpoint in [NF4, INT8] {
-        let place = place(checkpoint);
-        printed(&place, &lora(&[]));
-        let log = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+        let dir = test_dir(checkpoint);
+        printed(&dir, &lora(&[]));
+        let log = std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap();
         assert_eq!(log.lines().filter(|line| line.contains("\"loss\"")).count(), 4, "{checkpoint}: {log}");
     }
 }
@@ -191,14 +191,14 @@ fn an_adapter_trains_on_a_quantized_model() {
 /// Adds a run's adapter on this base to the dequantized weights.
 #[test]
 fn merge_gives_a_model_that_is_not_quantized() {
-    let place = place(NF4);
-    copy_folder(&golden("train/qlora/adapter_final"), &place.path("adapter"));
-    printed(&place, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
-    let config = std::fs::read_to_string(place.path("merged/config.json")).unwrap();
+    let dir = test_dir(NF4);
+    copy_folder(&golden("train/qlora/adapter_final"), &dir.path("adapter"));
+    printed(&dir, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
+    let config = std::fs::read_to_string(dir.path("merged/config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
     assert!(config.get("quantization_config").is_none());
     assert_eq!(config["vocab_size"], 480);
-    let (merged, base) = (place.path("merged"), place.path("model"));
+    let (merged, base) = (dir.path("merged"), dir.path("model"));
     let (merged, base) = (ModelFiles::open(&merged).unwrap(), ModelFiles::open(&base).unwrap());
     assert!(merged.names().eq(base.names()));
     assert!(merged.quantized(Q_PROJ).unwrap().is_none());
@@ -215,8 +215,8 @@ fn write_tensors(path: &Path, tensors: &[Tensor]) {
 }
 
 /// Rewrites the folder's weights with changed tensors.
-fn change_tensors(place: &Place, change: impl FnOnce(&mut Vec<Tensor>)) {
-    let path = place.path("model/model.safetensors");
+fn change_tensors(dir: &TestDir, change: impl FnOnce(&mut Vec<Tensor>)) {
+    let path = dir.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let all = SafeTensors::deserialize(&bytes).unwrap().tensors();
     let own = |(name, view): (String, TensorView<'_>)| {
@@ -229,14 +229,14 @@ fn change_tensors(place: &Place, change: impl FnOnce(&mut Vec<Tensor>)) {
 
 /// Returns the error for a checkpoint with changed tensors.
 fn refused(checkpoint: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> String {
-    let place = place(checkpoint);
-    change_tensors(&place, change);
-    refusal(&place, &["inspect", "model"])
+    let dir = test_dir(checkpoint);
+    change_tensors(&dir, change);
+    refusal(&dir, &["inspect", "model"])
 }
 
-fn refusal(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let said = place.told(&output.stderr);
+fn refusal(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(args).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "one error: {said}");
     assert!(!said.contains("internal error") && output.stdout.is_empty(), "{said}");
     format!("exit {}\n{said}", output.status.code().unwrap())
@@ -318,13 +318,13 @@ fn quant_states_that_do_not_fit() {
 
 #[test]
 fn formats_of_others() {
-    let place = place(NF4);
-    let config = std::fs::read_to_string(place.path("model/config.json")).unwrap();
-    place.write(
+    let dir = test_dir(NF4);
+    let config = std::fs::read_to_string(dir.path("model/config.json")).unwrap();
+    dir.write(
         "model/config.json",
         &config.replace("\"quant_method\": \"bitsandbytes\"", "\"quant_method\": \"quip\""),
     );
-    assert_snapshot!(refusal(&place, &["generate", "--model", "model", "--prompt", "a"]), @r#"
+    assert_snapshot!(refusal(&dir, &["generate", "--model", "model", "--prompt", "a"]), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: the model is quantized in a format that this program does not read
@@ -371,16 +371,16 @@ fn companions_that_do_not_fit() {
 }
 
 /// Runs `finetune quantize` on the place's model.
-fn quantize(place: &Place, more: &[&str]) -> String {
+fn quantize(dir: &TestDir, more: &[&str]) -> String {
     let args = ["quantize", "--model", "model", "--output", "quantized"];
-    let output = place.command(&args).args(more).output().unwrap();
-    let said = place.told(&output.stderr);
+    let output = dir.command(&args).args(more).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert!(output.status.success() && output.stdout.is_empty(), "{said}");
     said
 }
 
-fn raw(place: &Place) -> ModelFiles {
-    ModelFiles::open_file(&place.path("quantized/model.safetensors")).unwrap()
+fn raw(dir: &TestDir) -> ModelFiles {
+    ModelFiles::open_file(&dir.path("quantized/model.safetensors")).unwrap()
 }
 
 fn json_of(path: &Path) -> Value {
@@ -389,12 +389,11 @@ fn json_of(path: &Path) -> Value {
 
 #[test]
 fn nf4_is_written_as_transformers_writes_it() {
-    let place = Place::new();
-    let said = quantize(&place, &["--kind", "nf4"]);
+    let dir = TestDir::new();
+    let said = quantize(&dir, &["--kind", "nf4"]);
     let first = "quantized 14 tensors to nf4, copied 7: 306 KiB in quantized, 529 KiB before\n";
     assert!(said.starts_with(first), "{said}");
-    let (ours, theirs) =
-        (raw(&place), ModelFiles::open_file(&golden(NF4).join("model.safetensors")).unwrap());
+    let (ours, theirs) = (raw(&dir), ModelFiles::open_file(&golden(NF4).join("model.safetensors")).unwrap());
     assert!(ours.names().eq(theirs.names()));
     for (name, info) in theirs.tensors() {
         assert_eq!(
@@ -404,19 +403,18 @@ fn nf4_is_written_as_transformers_writes_it() {
         assert_eq!(ours.bytes(name).unwrap(), theirs.bytes(name).unwrap(), "{name}");
     }
     let (ours, theirs) =
-        (json_of(&place.path("quantized/config.json")), json_of(&golden(NF4).join("config.json")));
+        (json_of(&dir.path("quantized/config.json")), json_of(&golden(NF4).join("config.json")));
     assert_eq!(ours["quantization_config"], theirs["quantization_config"]);
-    assert!(place.path("quantized/tokenizer.json").exists());
+    assert!(dir.path("quantized/tokenizer.json").exists());
     assert_eq!(ours["torch_dtype"], "float32");
 }
 
 #[test]
 fn llm_int8_is_written_as_transformers_writes_it() {
-    let place = Place::new();
-    quantize(&place, &["--kind", "int8"]);
-    let (ours, theirs) =
-        (raw(&place), ModelFiles::open_file(&golden(INT8).join("model.safetensors")).unwrap());
-    let original = ModelFiles::open(&place.path("model")).unwrap();
+    let dir = TestDir::new();
+    quantize(&dir, &["--kind", "int8"]);
+    let (ours, theirs) = (raw(&dir), ModelFiles::open_file(&golden(INT8).join("model.safetensors")).unwrap());
+    let original = ModelFiles::open(&dir.path("model")).unwrap();
     assert!(ours.names().eq(theirs.names()));
     for (name, info) in theirs.tensors() {
         // The golden one was loaded in f16; finetune keeps the f32 of tensors that are not
@@ -425,7 +423,7 @@ fn llm_int8_is_written_as_transformers_writes_it() {
         assert_eq!(ours.bytes(name).unwrap(), wanted.unwrap(), "{name}");
         assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
     }
-    let config = json_of(&place.path("quantized/config.json"));
+    let config = json_of(&dir.path("quantized/config.json"));
     assert_eq!(
         config["quantization_config"],
         json_of(&golden(INT8).join("config.json"))["quantization_config"]
@@ -442,9 +440,9 @@ fn every_family_is_quantized() {
     ];
     let models = tiny_models("models");
     for (model, (flags, widest)) in models.iter().flat_map(|model| kinds.map(|kind| (model, kind))) {
-        let place = Place::with_model(model);
-        quantize(&place, flags);
-        let (original, quantized) = (place.path("model"), place.path("quantized"));
+        let dir = TestDir::with_model(model);
+        quantize(&dir, flags);
+        let (original, quantized) = (dir.path("model"), dir.path("quantized"));
         base(&quantized).check(Trains::Nothing).unwrap();
         let (original, quantized) =
             (ModelFiles::open(&original).unwrap(), ModelFiles::open(&quantized).unwrap());
@@ -479,13 +477,13 @@ fn names_are_those_of_the_source() {
         ("tiny-lfm2", "model.layers.0", &["lm_head"]),
     ] {
         for kind in ["nf4", "int8"] {
-            let place = Place::with_model(model);
-            quantize(&place, &["--kind", kind, "--skip", block]);
+            let dir = TestDir::with_model(model);
+            quantize(&dir, &["--kind", kind, "--skip", block]);
             let [source, output] = ["model", "quantized"]
-                .map(|folder| ModelFiles::open_file(&place.path(folder).join("model.safetensors")).unwrap());
+                .map(|folder| ModelFiles::open_file(&dir.path(folder).join("model.safetensors")).unwrap());
             let lost: Vec<&str> = source.names().filter(|name| output.info(name).is_none()).collect();
             assert!(lost.is_empty(), "{model} {kind}: {lost:?}");
-            let names = skipped(&place.path("quantized"));
+            let names = skipped(&dir.path("quantized"));
             assert_eq!(&names[..heads.len()], heads, "{model} {kind}");
             let of_block: Vec<&String> = names.iter().filter(|name| name.starts_with(block)).collect();
             assert!(of_block.len() > 1, "{model} {kind}: {names:?}");
@@ -495,16 +493,16 @@ fn names_are_those_of_the_source() {
             );
         }
     }
-    let place = Place::with_model("tiny-gpt-neox");
-    let said = not_quantized(&place, &["--kind", "nf4", "--skip", "q_proj"]);
+    let dir = TestDir::with_model("tiny-gpt-neox");
+    let said = not_quantized(&dir, &["--kind", "nf4", "--skip", "q_proj"]);
     assert!(said.contains("as in `gpt_neox.layers.0."), "{said}");
 }
 
 #[test]
 fn layers_that_are_skipped_stay_as_they_are() {
-    let place = Place::new();
-    quantize(&place, &["--kind", "fp4", "--skip", "down_proj", "--skip", "layers.1.mlp"]);
-    let (original, quantized) = (place.path("model"), place.path("quantized"));
+    let dir = TestDir::new();
+    quantize(&dir, &["--kind", "fp4", "--skip", "down_proj", "--skip", "layers.1.mlp"]);
+    let (original, quantized) = (dir.path("model"), dir.path("quantized"));
     let (original, files) = (ModelFiles::open(&original).unwrap(), ModelFiles::open(&quantized).unwrap());
     let skipped: Vec<&str> = original
         .names()
@@ -518,7 +516,7 @@ fn layers_that_are_skipped_stay_as_they_are() {
         "layers.1.mlp.up_proj",
     ];
     assert_eq!(skipped, wanted.map(|name| format!("model.{name}")));
-    let config = json_of(&place.path("quantized/config.json"));
+    let config = json_of(&dir.path("quantized/config.json"));
     let mut names: Vec<&str> = config["quantization_config"]["llm_int8_skip_modules"]
         .as_array()
         .unwrap()
@@ -531,72 +529,72 @@ fn layers_that_are_skipped_stay_as_they_are() {
 }
 
 /// Returns the error of a command that leaves no output.
-fn not_quantized(place: &Place, more: &[&str]) -> String {
-    let said = refusal(place, &[&["quantize", "--model", "model", "--output", "quantized"], more].concat());
-    assert!(!place.path("quantized").exists(), "{said}");
-    let left = std::fs::read_dir(place.path("")).unwrap().flatten();
+fn not_quantized(dir: &TestDir, more: &[&str]) -> String {
+    let said = refusal(dir, &[&["quantize", "--model", "model", "--output", "quantized"], more].concat());
+    assert!(!dir.path("quantized").exists(), "{said}");
+    let left = std::fs::read_dir(dir.path("")).unwrap().flatten();
     assert!(!left.into_iter().any(|entry| entry.file_name().to_string_lossy().contains(".tmp-")), "{said}");
     said
 }
 
 #[test]
 fn models_that_are_not_quantized_again() {
-    assert_snapshot!(not_quantized(&place(NF4), &["--kind", "nf4"]), @"
+    assert_snapshot!(not_quantized(&test_dir(NF4), &["--kind", "nf4"]), @"
     exit 1
     error: cannot quantize [DIR]/model
       caused by: it is quantized already: `model.layers.0.mlp.down_proj.weight` is quantized to nf4
     hint: give the model that was not quantized
     ");
-    assert_snapshot!(not_quantized(&place(INT8), &["--kind", "int8"]), @"
+    assert_snapshot!(not_quantized(&test_dir(INT8), &["--kind", "int8"]), @"
     exit 1
     error: cannot quantize [DIR]/model
       caused by: it is quantized already: `model.layers.0.mlp.down_proj.weight` is quantized to int8 rows
     hint: give the model that was not quantized
     ");
-    let place = Place::new();
-    std::fs::create_dir(place.path("full")).unwrap();
-    place.write("full/notes.txt", "mine");
-    assert_snapshot!(refusal(&place, &["quantize", "--model", "model", "--kind", "nf4", "--output", "full"]), @"
+    let dir = TestDir::new();
+    std::fs::create_dir(dir.path("full")).unwrap();
+    dir.write("full/notes.txt", "mine");
+    assert_snapshot!(refusal(&dir, &["quantize", "--model", "model", "--kind", "nf4", "--output", "full"]), @"
     exit 1
     error: cannot write to full
       caused by: the folder is not empty
     hint: give a new or empty folder as `--output`
     ");
-    assert_eq!(std::fs::read_dir(place.path("full")).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(dir.path("full")).unwrap().count(), 1);
 }
 
 #[test]
 fn flags_that_do_not_fit() {
-    let place = Place::new();
-    assert_snapshot!(not_quantized(&place, &["--kind", "int8", "--block-size", "64"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(not_quantized(&dir, &["--kind", "int8", "--block-size", "64"]), @"
     exit 2
     error: cannot use `--block-size` with `--kind int8`
       caused by: LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row
     hint: remove `--block-size`
     ");
-    assert_snapshot!(not_quantized(&place, &["--kind", "int8", "--no-double-quant"]), @"
+    assert_snapshot!(not_quantized(&dir, &["--kind", "int8", "--no-double-quant"]), @"
     exit 2
     error: cannot use `--no-double-quant` with `--kind int8`
       caused by: LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row
     hint: remove `--no-double-quant`
     ");
-    assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "down_prj"]), @"
+    assert_snapshot!(not_quantized(&dir, &["--kind", "nf4", "--skip", "down_prj"]), @"
     exit 1
     error: cannot skip `down_prj`
       caused by: no linear layer has this name; accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with the parts before it, as in `model.layers.0.self_attn.q_proj`
     ");
-    assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "lm_head"]), @"
+    assert_snapshot!(not_quantized(&dir, &["--kind", "nf4", "--skip", "lm_head"]), @"
     exit 1
     error: cannot skip `lm_head`
       caused by: no linear layer has this name; accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with the parts before it, as in `model.layers.0.self_attn.q_proj`
     ");
-    assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "layers"]), @"
+    assert_snapshot!(not_quantized(&dir, &["--kind", "nf4", "--skip", "layers"]), @"
     exit 1
     error: cannot quantize the model
       caused by: every linear layer is skipped
     hint: leave one of the names out
     ");
-    assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--block-size", "48"]), @"
+    assert_snapshot!(not_quantized(&dir, &["--kind", "nf4", "--block-size", "48"]), @"
     exit 2
     error: invalid value '48' for '--block-size <N>': accepted: 32, 64, 128, 256, 512, 1024, 2048, 4096
 
@@ -605,12 +603,12 @@ fn flags_that_do_not_fit() {
 }
 
 /// A folder in which one value of q_proj in layer 0 is `value`.
-fn place_with(value: f32) -> Place {
-    let place = Place::new();
-    change_tensors(&place, |tensors| {
+fn place_with(value: f32) -> TestDir {
+    let dir = TestDir::new();
+    change_tensors(&dir, |tensors| {
         tensor(tensors, Q_PROJ).3[4 * 77..4 * 78].copy_from_slice(&value.to_le_bytes());
     });
-    place
+    dir
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn run(job: &str, output: &Path) -> Result<()> {
     folder.seal(1)?;
     match folder.publish(&[])? {
         None => say("published"),
-        Some((place, _)) => say(&format!("published in {}", place.display())),
+        Some((dir, _)) => say(&format!("published in {}", dir.display())),
     }
     Ok(())
 }
@@ -192,8 +192,8 @@ fn report(step: u64) -> StepReport {
 
 /// The files of an undisturbed run, by name.
 static EXPECTED: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let done = finish(&mut command("fresh", &output));
     assert_eq!(done.code, Some(0), "{done:?}");
     tree(&output)
@@ -214,8 +214,8 @@ pub(crate) fn assert_sound(output: &Path, saved: u64, what: &str) {
     assert!(step >= saved, "{what}: {step} is there, {saved} was saved: {:?}", names(output));
     if output.join("adapter_config.json").exists() {
         for name in ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"] {
-            let found = std::fs::read(output.join(name)).ok();
-            assert!(found.as_ref() == EXPECTED.get(name), "{what}: {name} of {:?}", names(output));
+            let actual = std::fs::read(output.join(name)).ok();
+            assert!(actual.as_ref() == EXPECTED.get(name), "{what}: {name} of {:?}", names(output));
         }
     }
 }
@@ -225,12 +225,12 @@ pub(crate) fn assert_goes_on(output: &Path, what: &str) {
     let job = if RunFolder::is_free(output).unwrap() { "fresh" } else { "resume" };
     let done = finish(&mut command(job, output));
     assert!(done.code == Some(0) && done.said.contains("published\n"), "{what}, {job}: {done:?}");
-    let (mut found, wanted) = (tree(output), &*EXPECTED);
+    let (mut actual, wanted) = (tree(output), &*EXPECTED);
     // A run that was killed before removing this checkpoint, and saves nothing more, keeps it.
-    found.retain(|name, _| !name.starts_with("checkpoint-2/"));
-    assert_eq!(found.keys().collect::<Vec<_>>(), wanted.keys().collect::<Vec<_>>(), "{what}, {job}");
+    actual.retain(|name, _| !name.starts_with("checkpoint-2/"));
+    assert_eq!(actual.keys().collect::<Vec<_>>(), wanted.keys().collect::<Vec<_>>(), "{what}, {job}");
     for (name, bytes) in wanted {
-        assert!(found[name] == *bytes, "{what}, {job}: {name} differs");
+        assert!(actual[name] == *bytes, "{what}, {job}: {name} differs");
     }
     crate::assert_tidy(output, what);
 }

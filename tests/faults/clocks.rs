@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 use serde_json::Value;
 
 use crate::faults::preloaded;
-use crate::place::{Place, lora};
 use crate::skipped::skipped;
+use crate::test_dir::{TestDir, lora};
 
 static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
     let built = preloaded("clock", include_str!("clock.c"));
@@ -27,8 +27,8 @@ fn set(command: &mut Command, vars: &[(&str, &str)]) -> bool {
     true
 }
 
-fn ended(place: &Place, done: &Output) -> String {
-    let said = place.told(&done.stderr);
+fn ended(dir: &TestDir, done: &Output) -> String {
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{said}");
     assert!(!said.contains("internal error") && !said.contains("warning"), "{said}");
     said
@@ -52,15 +52,15 @@ const LOGS: [&str; 8] = [
 
 #[test]
 fn a_step_that_takes_no_time_has_no_speed() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let saved = [&LOGS[..], &["--set", "checkpoint.save_steps=8", "--set"]].concat();
-    let mut run = place.command(&lora(&[&saved[..], &["train.max_steps=8"]].concat()));
+    let mut run = dir.command(&lora(&[&saved[..], &["train.max_steps=8"]].concat()));
     // Steps take milliseconds, so by this clock most of them take no time.
     if !set(&mut run, &[("CLOCK_TICK", "20")]) {
         return;
     }
-    let said = ended(&place, &run.output().unwrap());
-    let steps = lines(&place.path("out/metrics.jsonl"));
+    let said = ended(&dir, &run.output().unwrap());
+    let steps = lines(&dir.path("out/metrics.jsonl"));
     assert_eq!(steps.len(), 8, "{said}");
     let without = steps.iter().filter(|step| step.get("tokens_per_sec").is_none());
     let without: Vec<&Value> = without.collect();
@@ -72,7 +72,7 @@ fn a_step_that_takes_no_time_has_no_speed() {
             "{step}"
         );
     }
-    let report = std::fs::read_to_string(place.path("out/report.html")).unwrap();
+    let report = std::fs::read_to_string(dir.path("out/report.html")).unwrap();
     for text in [&said, &report] {
         for word in ["inf", "NaN"] {
             let is_word = |part: &str| part.trim_matches(|c: char| !c.is_alphanumeric()) == word;
@@ -81,9 +81,9 @@ fn a_step_that_takes_no_time_has_no_speed() {
     }
     // The lines are read back.
     let resumed = [&saved[..], &["train.max_steps=10", "--resume"]].concat();
-    let done = place.command(&lora(&resumed)).output().unwrap();
-    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
-    let on = lines(&place.path("out/metrics.jsonl"));
+    let done = dir.command(&lora(&resumed)).output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", dir.told(&done.stderr));
+    let on = lines(&dir.path("out/metrics.jsonl"));
     assert_eq!((on.len(), &on[..8]), (10, &steps[..]));
 }
 
@@ -91,27 +91,27 @@ fn a_step_that_takes_no_time_has_no_speed() {
 fn a_wall_clock_that_stands_anywhere_ends_no_run() {
     // 1969, 1653, 9999 and later, the year 300,000.
     for secs in ["-1", "-10000000000", "253402300800", "9467085600000"] {
-        let place = Place::new();
-        let mut run = place.command(&lora(&LOGS));
+        let dir = TestDir::new();
+        let mut run = dir.command(&lora(&LOGS));
         if !set(&mut run, &[("CLOCK_WALL", secs)]) {
             return;
         }
-        ended(&place, &run.output().unwrap());
-        assert_eq!(lines(&place.path("out/metrics.jsonl")).len(), 4, "{secs}");
+        ended(&dir, &run.output().unwrap());
+        assert_eq!(lines(&dir.path("out/metrics.jsonl")).len(), 4, "{secs}");
     }
 }
 
 /// On such a clock rustls would panic.
 #[test]
 fn a_clock_before_1970_is_named_where_certificates_are_needed() {
-    let place = Place::new();
-    let mut inspect = place.command(&["inspect", "a/b"]);
+    let dir = TestDir::new();
+    let mut inspect = dir.command(&["inspect", "a/b"]);
     inspect.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "https://127.0.0.1:1");
     if !set(&mut inspect, &[("CLOCK_WALL", "-1")]) {
         return;
     }
     let done = inspect.output().unwrap();
-    let said = place.told(&done.stderr);
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{said}");
     assert!(said.contains("the clock of this machine is before 1970"), "{said}");
 }

@@ -6,26 +6,26 @@ use std::process::Command;
 
 use finetune::checkpoint::{self, SavedCheckpoint};
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 use crate::{Random, finish};
 
 /// A place with a run of the binary that left two checkpoints.
-fn trained() -> Place {
-    let place = Place::new();
+fn trained() -> TestDir {
+    let dir = TestDir::new();
     let keys = ["checkpoint.save_steps=2", "checkpoint.keep_last=9", "log.tensorboard=false"];
     let keys = keys.map(|key| ["--set", key]).concat();
-    let mut command = place.command(&lora(&[&keys[..], &["--quiet"]].concat()));
+    let mut command = dir.command(&lora(&[&keys[..], &["--quiet"]].concat()));
     let done = finish(command.env("RAYON_NUM_THREADS", "1"));
     assert_eq!(done.code, Some(0), "{done:?}");
-    place
+    dir
 }
 
 fn members(folder: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> =
+    let mut paths: Vec<PathBuf> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    found.sort();
-    assert!(found.len() >= 5, "{found:?}");
-    found
+    paths.sort();
+    assert!(paths.len() >= 5, "{paths:?}");
+    paths
 }
 
 /// Returns the message about the skipped checkpoint-4, in place of which checkpoint-2 is used.
@@ -43,8 +43,8 @@ fn name(path: &Path) -> String {
 
 #[test]
 fn every_file_cut_at_seven_places() {
-    let place = trained();
-    let out = place.path("out");
+    let dir = trained();
+    let out = dir.path("out");
     for path in members(&out.join("checkpoint-4")) {
         let whole = std::fs::read(&path).unwrap();
         // The end of the header in safetensors files, any offset in others.
@@ -62,8 +62,8 @@ fn every_file_cut_at_seven_places() {
 
 #[test]
 fn two_hundred_flipped_bits() {
-    let place = trained();
-    let out = place.path("out");
+    let dir = trained();
+    let out = dir.path("out");
     let files = members(&out.join("checkpoint-4"));
     let (mut random, mut caught) = (Random(15), 0);
     for turn in 0..200 {
@@ -87,18 +87,18 @@ fn two_hundred_flipped_bits() {
 #[cfg(unix)]
 #[test]
 fn members_that_are_not_what_was_written() {
-    let place = trained();
-    let (out, kept) = (place.path("out"), place.path("kept"));
+    let dir = trained();
+    let (out, moved) = (dir.path("out"), dir.path("kept"));
     let sound = out.join("checkpoint-4");
     for path in members(&sound) {
         let name = name(&path);
-        std::fs::rename(&path, &kept).unwrap();
+        std::fs::rename(&path, &moved).unwrap();
         let said = passed_over(&out, &format!("no {name}"));
         assert!(said.contains(&name), "{said}");
-        std::os::unix::fs::symlink(&kept, &path).unwrap();
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
         let said = passed_over(&out, &format!("a link {name}"));
         assert!(said.contains(&format!("{name} is a link: put the file itself in its place")), "{said}");
-        assert!(kept.exists(), "what the link leads to stays");
+        assert!(moved.exists(), "what the link leads to stays");
         std::fs::remove_file(&path).unwrap();
         let made = Command::new("mkfifo").arg(&path).status();
         if made.is_ok_and(|made| made.success()) {
@@ -110,18 +110,18 @@ fn members_that_are_not_what_was_written() {
         passed_over(&out, &format!("a folder {name}"));
         std::fs::remove_dir(&path).unwrap();
         std::fs::copy(out.join("checkpoint-2").join(&name), &path).unwrap();
-        let same = std::fs::read(&kept).unwrap() == std::fs::read(&path).unwrap();
+        let same = std::fs::read(&moved).unwrap() == std::fs::read(&path).unwrap();
         if !same {
             passed_over(&out, &format!("{name} of another step"));
         }
-        std::fs::rename(&kept, &path).unwrap();
+        std::fs::rename(&moved, &path).unwrap();
     }
     std::fs::write(sound.join("more.json"), "{}").unwrap();
     assert!(passed_over(&out, "a file too many").contains("more.json does not belong to it"));
     std::fs::remove_file(sound.join("more.json")).unwrap();
     // A checkpoint may itself be a link.
-    std::fs::rename(&sound, &kept).unwrap();
-    std::os::unix::fs::symlink(&kept, &sound).unwrap();
+    std::fs::rename(&sound, &moved).unwrap();
+    std::os::unix::fs::symlink(&moved, &sound).unwrap();
     assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
     assert_eq!(SavedCheckpoint::open(&sound).unwrap().state.step, 4);
 }
@@ -130,23 +130,23 @@ fn members_that_are_not_what_was_written() {
 #[cfg(unix)]
 #[test]
 fn a_run_goes_on_from_the_older_one() {
-    let place = trained();
-    let out = place.path("out");
+    let dir = trained();
+    let out = dir.path("out");
     let adapter = out.join("adapter_model.safetensors");
     let wanted = std::fs::read(&adapter).unwrap();
     let member = out.join("checkpoint-4/optimizer.safetensors");
-    std::fs::rename(&member, place.path("kept")).unwrap();
-    std::os::unix::fs::symlink(place.path("kept"), &member).unwrap();
+    std::fs::rename(&member, dir.path("kept")).unwrap();
+    std::os::unix::fs::symlink(dir.path("kept"), &member).unwrap();
     // A checkpoint that its owner deletes is made anew.
     std::fs::remove_file(&adapter).unwrap();
     std::fs::remove_file(out.join("README.md")).unwrap();
     let keys = ["checkpoint.save_steps=2", "checkpoint.keep_last=9", "log.tensorboard=false"];
     let keys = keys.map(|key| ["--set", key]).concat();
-    let mut command = place.command(&lora(&[&keys[..], &["--quiet", "--resume"]].concat()));
+    let mut command = dir.command(&lora(&[&keys[..], &["--quiet", "--resume"]].concat()));
     let done = finish(command.env("RAYON_NUM_THREADS", "1"));
     assert_eq!(done.code, Some(0), "{done:?}");
     let said = "warning: out/checkpoint-4 is damaged: optimizer.safetensors is a link: put the file itself in its place; skipped";
     assert!(done.errors.contains(said), "{done:?}");
     assert!(std::fs::read(&adapter).unwrap() == wanted && out.join("README.md").exists());
-    assert!(out.join("checkpoint-4.aside-1").exists() && place.path("kept").exists());
+    assert!(out.join("checkpoint-4.aside-1").exists() && dir.path("kept").exists());
 }

@@ -26,8 +26,8 @@ fn a_rank_that_fails_in_any_phase_ends_the_run() {
     let cases =
         Phase::ALL.into_iter().flat_map(|phase| failures.iter().map(move |failure| (phase, *failure)));
     for (phase, (rank, ranks, kind)) in third(cases.collect(), failures.len()) {
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("out");
         let fault = format!("{rank}:{}:{kind}", phase.name());
         let done = train(&output, Some(&fault), ranks, &[]);
         let text = String::from_utf8_lossy(&done.stderr);
@@ -53,8 +53,8 @@ fn a_rank_that_fails_in_any_phase_ends_the_run() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_goes_on_after_a_rank_was_lost() {
-    let place = tempfile::tempdir().unwrap();
-    let [whole, broken] = ["whole", "broken"].map(|name| place.path().join(name));
+    let dir = tempfile::tempdir().unwrap();
+    let [whole, broken] = ["whole", "broken"].map(|name| dir.path().join(name));
     assert!(train(&whole, None, 2, &[]).status.success());
     assert_eq!(train(&broken, Some("1:backward:4:panic"), 2, &[]).status.code(), Some(75));
     assert!(names(&broken).contains(&"checkpoint-2".to_owned()), "{:?}", names(&broken));
@@ -71,8 +71,8 @@ fn a_run_goes_on_after_a_rank_was_lost() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_fault_that_cannot_be_read() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), Some("1:sleep:panic"), 2, &[]);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), Some("1:sleep:panic"), 2, &[]);
     assert_eq!(done.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&done.stderr).contains("FINETUNE_FAULT"));
 }
@@ -84,21 +84,21 @@ fn a_fault_that_cannot_be_read() {
     ignore = "this build plants faults; `cargo test --release` runs it; .ci/run tries the same"
 )]
 fn a_release_build_plants_no_fault() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), Some("1:backward:panic"), 2, &[]);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), Some("1:backward:panic"), 2, &[]);
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 /// Evaluates four rows, each its own batch, on two ranks under fsdp; the rows `bad` hold token `~`.
-fn evaluated(place: &Path, model: &Path, bad: &[usize]) -> Output {
+fn evaluated(dir: &Path, model: &Path, bad: &[usize]) -> Output {
     let row = |i| if bad.contains(&i) { "a ~ in a row of some length" } else { "a row of some other length" };
     let rows: String = (0..4).map(|i| format!("{{\"text\": \"{}\"}}\n", row(i))).collect();
-    let data = place.join("rows.jsonl");
+    let data = dir.join("rows.jsonl");
     std::fs::write(&data, rows).unwrap();
     let data = format!("data.eval=[{:?}]", data.display());
     let model = format!("model.id={:?}", model.display().to_string());
     train(
-        &place.join("out"),
+        &dir.join("out"),
         None,
         2,
         &["--set", &data, "--set", &model, "--set", "data.max_seq_len=16", "--set", "data.train_on=all"],
@@ -109,8 +109,8 @@ fn evaluated(place: &Path, model: &Path, bad: &[usize]) -> Output {
 /// waits in a collective.
 #[test]
 fn an_evaluation_that_diverges_on_one_rank() {
-    let place = tempfile::tempdir().unwrap();
-    let [weight, activation] = ["weight", "activation"].map(|name| place.path().join(name));
+    let dir = tempfile::tempdir().unwrap();
+    let [weight, activation] = ["weight", "activation"].map(|name| dir.path().join(name));
     changed_model(&weight, |tensors| {
         let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
         *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
@@ -118,22 +118,22 @@ fn an_evaluation_that_diverges_on_one_rank() {
     // Only token `~` has a value in column 5, which overflows in the first layer; every weight is
     // finite.
     changed_model(&activation, |tensors| tilde_alone_has_column_5(tensors, 1e25, 1e25));
-    for (model, found) in [
+    for (model, location) in [
         (&weight, "the weight model.embed_tokens.weight on rank 0"),
         (&activation, "the output of model.layers.0 on micro-batch 1 on every rank"),
     ] {
         // The first round of batches and the last one, after which the ranks sum their losses.
         for (bad, rank) in [(0, 0), (1, 1), (2, 0), (3, 1)] {
-            let place = tempfile::tempdir().unwrap();
-            let done = evaluated(place.path(), model, &[bad]);
+            let dir = tempfile::tempdir().unwrap();
+            let done = evaluated(dir.path(), model, &[bad]);
             let text = String::from_utf8_lossy(&done.stderr);
             assert_eq!(done.status.code(), Some(4), "row {bad}: {text}");
             let rows = format!("the loss of row {}, which rank {rank} evaluated", bad + 1);
             assert!(text.contains(&rows), "row {bad}: {text}");
-            assert!(text.contains(&format!("the first bad value is in {found}\n")), "row {bad}: {text}");
+            assert!(text.contains(&format!("the first bad value is in {location}\n")), "row {bad}: {text}");
         }
     }
     // Rows without the token do not diverge.
-    let place = tempfile::tempdir().unwrap();
-    assert!(evaluated(place.path(), &weight, &[]).status.success());
+    let dir = tempfile::tempdir().unwrap();
+    assert!(evaluated(dir.path(), &weight, &[]).status.success());
 }

@@ -83,8 +83,8 @@ impl Fault<'_> {
 
 /// Returns the calls of `command` below `root` that match `ops`, one a line.
 pub(crate) fn calls(command: &mut Command, root: &Path, ops: &str) -> Vec<String> {
-    let place = tempfile::tempdir().unwrap();
-    let log = place.path().join("log");
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log");
     Fault { ops, ..Fault::default() }.strike(command, root, Some(&log));
     let done = crate::finish(command);
     assert_eq!(done.code, Some(0), "{done:?}");

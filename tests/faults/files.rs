@@ -7,32 +7,32 @@ use std::process::{Command, Stdio};
 use finetune::checkpoint;
 
 use crate::faults::{Fault, library};
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 use crate::{Done, finish, names, told};
 
 /// A place with an empty folder `made` for the output.
-fn prepared() -> Place {
-    let place = Place::new();
-    std::fs::create_dir(place.path("made")).unwrap();
-    place
+fn prepared() -> TestDir {
+    let dir = TestDir::new();
+    std::fs::create_dir(dir.path("made")).unwrap();
+    dir
 }
 
 /// A command that writes `made/NAME`, given relative to its working folder.
-fn writing(place: &Place, name: &str) -> Command {
-    let path = place.path("made").join(name).display().to_string();
+fn writing(dir: &TestDir, name: &str) -> Command {
+    let path = dir.path("made").join(name).display().to_string();
     let export = |format| {
-        place.command(&["export", "--model", "model", "--format", format, "--quiet", "--output", &path])
+        dir.command(&["export", "--model", "model", "--format", format, "--quiet", "--output", &path])
     };
     match name {
         "m.gguf" => export("gguf"),
         "folder" => export("hf"),
-        _ => place.command(&["plan", "--model", "model", "--on", "4090", "--quiet", "--html", &path]),
+        _ => dir.command(&["plan", "--model", "model", "--on", "4090", "--quiet", "--html", &path]),
     }
 }
 
-fn struck(place: &Place, name: &str, fault: Fault<'_>) -> Done {
-    let mut command = writing(place, name);
-    fault.strike(&mut command, &place.path("made"), None);
+fn struck(dir: &TestDir, name: &str, fault: Fault<'_>) -> Done {
+    let mut command = writing(dir, name);
+    fault.strike(&mut command, &dir.path("made"), None);
     finish(&mut command)
 }
 
@@ -43,12 +43,12 @@ fn a_full_disk_leaves_what_was_there() {
     if library().is_none() {
         return;
     }
-    let place = prepared();
-    let made = place.path("made");
+    let dir = prepared();
+    let made = dir.path("made");
     let full = |ops| Fault { at: 1, what: libc::ENOSPC.to_string(), ops, sticky: "wos", ..Fault::default() };
     for (name, option) in [("p.html", "--html"), ("m.gguf", "--output"), ("folder", "--output")] {
         for ops in ["o", "w", "s"] {
-            let done = struck(&place, name, full(ops));
+            let done = struck(&dir, name, full(ops));
             assert_eq!(done.code, Some(74), "{name}, {ops}: {done:?}");
             assert!(done.errors.contains("No space left on device"), "{name}, {ops}: {done:?}");
             let hint = format!("hint: free space on that disk, or choose another path with `{option}`");
@@ -56,10 +56,10 @@ fn a_full_disk_leaves_what_was_there() {
             assert_eq!(names(&made), [""; 0], "{name}, {ops}");
         }
     }
-    assert_eq!(finish(&mut writing(&place, "p.html")).code, Some(0));
+    assert_eq!(finish(&mut writing(&dir, "p.html")).code, Some(0));
     let before = std::fs::read(made.join("p.html")).unwrap();
     for ops in ["o", "w", "s", "r"] {
-        let done = struck(&place, "p.html", full(ops));
+        let done = struck(&dir, "p.html", full(ops));
         assert_eq!(done.code, Some(74), "{ops}: {done:?}");
         assert!(done.errors.contains("or choose another path with `--html`"), "{done:?}");
         assert!(std::fs::read(made.join("p.html")).unwrap() == before, "{ops}");
@@ -74,14 +74,14 @@ fn file_systems_that_lack_calls() {
     if library().is_none() {
         return;
     }
-    let place = prepared();
-    let made = place.path("made");
+    let dir = prepared();
+    let made = dir.path("made");
     let lacks = |ops, what: i32| Fault { at: 1, what: what.to_string(), ops, ..Fault::default() };
     for name in ["p.html", "m.gguf"] {
         let exclusive = lacks("r", libc::EINVAL);
         let neither = Fault { sticky: "l", ..lacks("r", libc::EPERM) };
         for fault in [exclusive, neither] {
-            let done = struck(&place, name, fault.clone());
+            let done = struck(&dir, name, fault.clone());
             assert_eq!(done.code, Some(0), "{fault:?}: {done:?}");
             assert_eq!(names(&made), [name], "{fault:?}");
             std::fs::remove_file(made.join(name)).unwrap();
@@ -112,10 +112,10 @@ fn a_file_that_comes_meanwhile_stays() {
         return;
     }
     for ops in ["w", "r"] {
-        let place = prepared();
-        let made = place.path("made");
+        let dir = prepared();
+        let made = dir.path("made");
         let comes = || std::fs::write(made.join("m.gguf"), "precious").unwrap();
-        let done = meanwhile(writing(&place, "m.gguf"), &made, ops, comes);
+        let done = meanwhile(writing(&dir, "m.gguf"), &made, ops, comes);
         assert_eq!(done.code, Some(1), "{ops}: {done:?}");
         assert!(done.errors.contains("it appeared while finetune wrote the new file"), "{done:?}");
         assert_eq!(std::fs::read(made.join("m.gguf")).unwrap(), b"precious");
@@ -137,19 +137,19 @@ fn a_folder_that_comes_meanwhile_stays() {
     ];
     for verb in verbs {
         for is_link in [false, true] {
-            let place = prepared();
-            copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-            let (made, out) = (place.path("made"), place.path("made/out"));
+            let dir = prepared();
+            copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
+            let (made, out) = (dir.path("made"), dir.path("made/out"));
             let output = out.display().to_string();
             let comes = || {
-                let folder = if is_link { place.path("theirs") } else { out.clone() };
+                let folder = if is_link { dir.path("theirs") } else { out.clone() };
                 std::fs::create_dir(&folder).unwrap();
                 std::fs::write(folder.join("x"), "precious").unwrap();
                 if is_link {
                     std::os::unix::fs::symlink(&folder, &out).unwrap();
                 }
             };
-            let command = place.command(&[verb, &["--quiet", "--output", &output]].concat());
+            let command = dir.command(&[verb, &["--quiet", "--output", &output]].concat());
             let done = meanwhile(command, &made, "s", comes);
             assert!(done.code.is_some_and(|code| code != 0), "{verb:?}: {done:?}");
             assert!(done.errors.contains("cannot write to "), "{verb:?}: {done:?}");
@@ -166,14 +166,14 @@ fn a_folder_that_cannot_be_listed_now_is_not_in_use() {
     if library().is_none() {
         return;
     }
-    let place = Place::new();
-    let out = place.path("out");
+    let dir = TestDir::new();
+    let out = dir.path("out");
     let run = |more: &[&str]| {
         let sets = ["--quiet", "--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=false"];
         let output = out.display().to_string();
         let args = lora(&[&sets[..], more].concat());
         let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &*output } else { arg }).collect();
-        place.command(&args)
+        dir.command(&args)
     };
     let limited = |mut command: Command, ops, only| {
         let what = libc::EMFILE.to_string();

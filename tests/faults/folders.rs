@@ -11,22 +11,22 @@ use finetune::checkpoint;
 
 use crate::child::{assert_goes_on, command};
 use crate::faults::{Fault, library};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 use crate::{Done, assert_tidy, finish, names, told, tree};
 
 /// A short training run of the binary into `output`, an absolute path.
-fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
+fn run(dir: &TestDir, output: &Path, more: &[&str]) -> Command {
     let output = output.display().to_string();
     let args = lora(&[&["--quiet"][..], more].concat());
     let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
-    let mut command = place.command(&args);
+    let mut command = dir.command(&args);
     command.env("RAYON_NUM_THREADS", "1");
     command
 }
 
 /// A run that saves every step.
-fn train(place: &Place, output: &Path, more: &[&str]) -> Command {
-    run(place, output, &[&["--set", "checkpoint.save_steps=1"][..], more].concat())
+fn train(dir: &TestDir, output: &Path, more: &[&str]) -> Command {
+    run(dir, output, &[&["--set", "checkpoint.save_steps=1"][..], more].concat())
 }
 
 /// Runs a job of the child, which must succeed.
@@ -38,8 +38,8 @@ fn done(job: &str, output: &Path) -> Done {
 
 #[test]
 fn of_fifty_starts_at_once_one_trains() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let start = |_| {
         let mut run = command("wait", &output);
         run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -85,19 +85,19 @@ fn set_times(folder: &Path, time: SystemTime) {
 /// behind.
 #[test]
 fn clocks_that_are_ahead_or_behind() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let (now, year) = (SystemTime::now(), Duration::from_secs(365 * 86_400));
     for (name, all, older) in
         [("ahead", now + year, now - 10 * year), ("behind", now - 10 * year, now + year)]
     {
-        let out = place.path(name);
-        assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+        let out = dir.path(name);
+        assert_eq!(finish(&mut train(&dir, &out, &[])).code, Some(0));
         let wanted = std::fs::read(out.join("adapter_model.safetensors")).unwrap();
         std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
         set_times(&out, all);
         // By its time, the checkpoint to remove is the newest or the oldest.
         set_times(&out.join("checkpoint-3"), older);
-        let done = finish(&mut train(&place, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
+        let done = finish(&mut train(&dir, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
         assert_eq!(done.code, Some(0), "{done:?}");
         assert!(std::fs::read(out.join("adapter_model.safetensors")).unwrap() == wanted);
         let (left, _) = checkpoint::newest(&out).unwrap();
@@ -110,47 +110,47 @@ fn clocks_that_are_ahead_or_behind() {
 #[test]
 fn links_lead_where_they_may() {
     use std::os::unix::fs::symlink;
-    let place = Place::new();
+    let dir = TestDir::new();
     // A link to a folder: the run uses that folder.
-    std::fs::create_dir(place.path("there")).unwrap();
-    symlink("there", place.path("link")).unwrap();
-    done("fresh", &place.path("link"));
-    done("resume", &place.path("link"));
-    assert!(place.path("there/adapter_config.json").exists() && place.path("link").is_symlink());
+    std::fs::create_dir(dir.path("there")).unwrap();
+    symlink("there", dir.path("link")).unwrap();
+    done("fresh", &dir.path("link"));
+    done("resume", &dir.path("link"));
+    assert!(dir.path("there/adapter_config.json").exists() && dir.path("link").is_symlink());
     // A dangling link.
-    symlink("nowhere", place.path("loose")).unwrap();
+    symlink("nowhere", dir.path("loose")).unwrap();
     for job in ["fresh", "resume"] {
-        let refused = finish(&mut command(job, &place.path("loose")));
+        let refused = finish(&mut command(job, &dir.path("loose")));
         assert_eq!(refused.code, Some(1), "{refused:?}");
         assert!(refused.errors.contains("it is a link to nowhere, which does not exist"), "{refused:?}");
     }
-    assert!(!place.path("nowhere").exists());
+    assert!(!dir.path("nowhere").exists());
     // Links in the place of a run's state folder or lock: nothing is written through them.
-    std::fs::create_dir(place.path("theirs")).unwrap();
-    place.write("theirs/lock", "theirs");
-    std::fs::create_dir(place.path("new")).unwrap();
-    symlink(place.path("theirs"), place.path("new/.finetune")).unwrap();
+    std::fs::create_dir(dir.path("theirs")).unwrap();
+    dir.write("theirs/lock", "theirs");
+    std::fs::create_dir(dir.path("new")).unwrap();
+    symlink(dir.path("theirs"), dir.path("new/.finetune")).unwrap();
     for job in ["fresh", "resume"] {
-        assert_eq!(finish(&mut command(job, &place.path("new"))).code, Some(1));
+        assert_eq!(finish(&mut command(job, &dir.path("new"))).code, Some(1));
     }
-    let lock = place.path("there/.finetune/lock");
+    let lock = dir.path("there/.finetune/lock");
     std::fs::remove_file(&lock).unwrap();
-    symlink(place.path("theirs/lock"), &lock).unwrap();
-    let refused = finish(&mut command("resume", &place.path("there")));
+    symlink(dir.path("theirs/lock"), &lock).unwrap();
+    let refused = finish(&mut command("resume", &dir.path("there")));
     assert!(refused.code == Some(1) && refused.errors.contains("it is a link"), "{refused:?}");
-    assert_eq!(std::fs::read_to_string(place.path("theirs/lock")).unwrap(), "theirs");
-    assert_eq!(names(&place.path("theirs")), ["lock"]);
+    assert_eq!(std::fs::read_to_string(dir.path("theirs/lock")).unwrap(), "theirs");
+    assert_eq!(names(&dir.path("theirs")), ["lock"]);
     // An old checkpoint that is a link to elsewhere: the link is removed, its target stays.
-    let out = place.path("out");
-    assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+    let out = dir.path("out");
+    assert_eq!(finish(&mut train(&dir, &out, &[])).code, Some(0));
     std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
-    std::fs::rename(out.join("checkpoint-3"), place.path("kept")).unwrap();
-    symlink(place.path("kept"), out.join("checkpoint-3")).unwrap();
-    let before = tree(&place.path("kept"));
-    let went_on = finish(&mut train(&place, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
+    std::fs::rename(out.join("checkpoint-3"), dir.path("kept")).unwrap();
+    symlink(dir.path("kept"), out.join("checkpoint-3")).unwrap();
+    let before = tree(&dir.path("kept"));
+    let went_on = finish(&mut train(&dir, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
     assert_eq!(went_on.code, Some(0), "{went_on:?}");
     assert!(!out.join("checkpoint-3").is_symlink() && out.join("checkpoint-4").exists());
-    assert!(tree(&place.path("kept")) == before);
+    assert!(tree(&dir.path("kept")) == before);
     assert_tidy(&out, "links");
 }
 
@@ -160,12 +160,12 @@ fn links_lead_where_they_may() {
 fn parents_that_cannot_be_written_to() {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
     use std::os::unix::process::CommandExt as _;
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let mode = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
-    let output = place.path().join("out");
+    let output = dir.path().join("out");
     std::fs::create_dir(&output).unwrap();
     mode(&output, 0o777);
-    mode(place.path(), 0o555);
+    mode(dir.path(), 0o555);
     let run = |output: &Path| {
         let mut run = command("fresh", output);
         if std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0) {
@@ -174,14 +174,14 @@ fn parents_that_cannot_be_written_to() {
         }
         run.output().map(told)
     };
-    let (new, there) = (run(&place.path().join("new")), run(&output));
-    mode(place.path(), 0o755);
+    let (new, there) = (run(&dir.path().join("new")), run(&output));
+    mode(dir.path(), 0o755);
     let (Ok(new), Ok(there)) = (new, there) else {
         crate::skipped::skipped("a read-only parent", "nobody may not start the tests' program");
         return;
     };
     assert!(new.code == Some(74) && new.errors.contains("Permission denied"), "{new:?}");
-    assert!(!place.path().join("new").exists());
+    assert!(!dir.path().join("new").exists());
     assert!(there.code == Some(0) && there.said.contains("published\n"), "{there:?}");
 }
 
@@ -193,14 +193,14 @@ fn a_kill_between_lock_and_mark() {
         return;
     }
     for (ops, only) in [("m", "/result"), ("w", "run.json"), ("r", "run.json"), ("o", "recipe.toml")] {
-        let place = Place::new();
-        let out = place.path("out");
-        let mut run = train(&place, &out, &[]);
+        let dir = TestDir::new();
+        let out = dir.path("out");
+        let mut run = train(&dir, &out, &[]);
         Fault { at: 1, what: "kill".into(), ops, only, ..Fault::default() }.strike(&mut run, &out, None);
         assert_eq!(finish(&mut run).code, None);
         let marked = out.join(".finetune/run.json").exists();
         assert_eq!(marked, only == "recipe.toml", "{:?}", names(&out));
-        let again = finish(&mut train(&place, &out, if marked { &["--resume"] } else { &[] }));
+        let again = finish(&mut train(&dir, &out, if marked { &["--resume"] } else { &[] }));
         assert_eq!(again.code, Some(0), "{ops} {only}: {again:?}");
         assert!(out.join("adapter_model.safetensors").exists());
         assert_tidy(&out, only);
@@ -210,8 +210,8 @@ fn a_kill_between_lock_and_mark() {
 /// A kill between renaming the old checkpoint and renaming the new one: the old one is restored.
 #[test]
 fn a_checkpoint_that_was_to_be_replaced() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     done("fresh", &output);
     let away = output.join(format!("checkpoint-4.tmp-{}-replaced", u32::MAX));
     std::fs::rename(output.join("checkpoint-4"), &away).unwrap();
@@ -227,8 +227,8 @@ fn a_checkpoint_that_was_to_be_replaced() {
 /// A file with a checkpoint's name is renamed when the name is needed, and kept.
 #[test]
 fn a_file_in_the_way_of_a_checkpoint() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     done("fresh", &output);
     std::fs::remove_dir_all(output.join("checkpoint-4")).unwrap();
     std::fs::write(output.join("checkpoint-4"), "mine").unwrap();
@@ -243,9 +243,9 @@ fn a_file_in_the_way_of_a_checkpoint() {
 /// Logs damaged by a power cut or a user are reported and kept, and the run continues.
 #[test]
 fn logs_stop_no_resume() {
-    let place = Place::new();
-    let out = place.path("out");
-    assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+    let dir = TestDir::new();
+    let out = dir.path("out");
+    assert_eq!(finish(&mut train(&dir, &out, &[])).code, Some(0));
     let wanted = std::fs::read(out.join("adapter_model.safetensors")).unwrap();
     std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
     let path = out.join("metrics.jsonl");
@@ -257,7 +257,7 @@ fn logs_stop_no_resume() {
     std::fs::write(&path, &damaged).unwrap();
     std::fs::remove_dir_all(out.join("tensorboard")).unwrap();
     std::fs::write(out.join("tensorboard"), "mine").unwrap();
-    let done = finish(&mut train(&place, &out, &["--resume"]));
+    let done = finish(&mut train(&dir, &out, &["--resume"]));
     assert_eq!(done.code, Some(0), "{done:?}");
     for said in ["metrics.jsonl:2 is neither a step nor an evaluation", "warning: no TensorBoard events: "] {
         assert!(done.errors.contains(said), "{done:?}");
@@ -274,24 +274,24 @@ fn logs_stop_no_resume() {
 /// a file, it is refused with the reason and a remedy.
 #[test]
 fn a_finished_folder_that_lost_a_file() {
-    let place = Place::new();
-    let out = place.path("out");
-    assert_eq!(finish(&mut run(&place, &out, &[])).code, Some(0));
-    let whole = finish(&mut run(&place, &out, &["--resume"]));
+    let dir = TestDir::new();
+    let out = dir.path("out");
+    assert_eq!(finish(&mut run(&dir, &out, &[])).code, Some(0));
+    let whole = finish(&mut run(&dir, &out, &["--resume"]));
     assert!(whole.code == Some(0), "{whole:?}");
-    let other = finish(&mut run(&place, &out, &["--resume", "--set", "train.seed=8"]));
+    let other = finish(&mut run(&dir, &out, &["--resume", "--set", "train.seed=8"]));
     let said = "the run has ended, and left no checkpoint to resume from\nhint: its result is complete; to train again, give a new folder with `--output`";
     assert!(other.code == Some(1) && other.errors.contains(said), "{other:?}");
     for lost in ["README.md", "adapter_config.json"] {
-        std::fs::rename(out.join(lost), place.path("kept")).unwrap();
+        std::fs::rename(out.join(lost), dir.path("kept")).unwrap();
         let before = tree(&out);
-        let refused = finish(&mut run(&place, &out, &["--resume"]));
+        let refused = finish(&mut run(&dir, &out, &["--resume"]));
         assert_eq!(refused.code, Some(1), "{refused:?}");
         let why = format!(
             "caused by: its result is incomplete, without {lost}\nhint: restore the missing files, or"
         );
         assert!(refused.errors.contains(&why), "{refused:?}");
         assert!(tree(&out) == before);
-        std::fs::rename(place.path("kept"), out.join(lost)).unwrap();
+        std::fs::rename(dir.path("kept"), out.join(lost)).unwrap();
     }
 }

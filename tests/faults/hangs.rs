@@ -33,8 +33,8 @@ fn said(run: &Output) -> String {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_rank_that_hangs_is_named_with_those_that_wait_for_it() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), "1:backward:2:hang", 2);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), "1:backward:2:hang", 2);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert!(text.contains("error: rank 1 hangs: no progress in phase backward\n"), "{text}");
@@ -48,8 +48,8 @@ fn a_rank_that_hangs_is_named_with_those_that_wait_for_it() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_rank_that_computes_for_ever_is_one_that_hangs() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), "0:update:2:spin", 2);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), "0:update:2:spin", 2);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert!(text.contains("error: rank 0 hangs: no progress in phase update\n"), "{text}");
@@ -59,8 +59,8 @@ fn a_rank_that_computes_for_ever_is_one_that_hangs() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn the_only_rank_hangs() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), "0:save:hang", 1);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), "0:save:hang", 1);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert!(text.contains("error: rank 0 hangs: no progress in phase save\n"), "{text}");
@@ -70,10 +70,10 @@ fn the_only_rank_hangs() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_slow_rank_does_not_hang() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let sets = [REAL_LIMIT, "train.max_steps=12", "eval.steps=12", "checkpoint.save_steps=12"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    let output = place.path().join("out");
+    let output = dir.path().join("out");
     let run = command(&output, Some("1:forward:slow=1000ms"), 2, &sets).spawn().unwrap();
     let done = watched(run, PATIENCE);
     let text = said(&done);
@@ -86,8 +86,8 @@ fn a_slow_rank_does_not_hang() {
 #[cfg(target_os = "linux")]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_process_that_was_stopped_goes_on() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let mut run = command(&output, Some("0:forward:2:stop"), 2, &["--set", REAL_LIMIT]).spawn().unwrap();
     has_stopped(&mut run);
     std::thread::sleep(Duration::from_secs(12));

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::child::{assert_goes_on, assert_sound, command, last_saved};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 use crate::{Done, Random, assert_tidy, finish, told};
 
 /// Returns the number of kills to try.
@@ -40,16 +40,16 @@ fn instant(random: &mut Random, whole: Duration) -> Duration {
 
 #[test]
 fn kills_at_random_instants() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let mut number = 0;
     let mut whole = shortest(|| {
         number += 1;
-        command("fresh", &place.path().join(format!("timed-{number}")))
+        command("fresh", &dir.path().join(format!("timed-{number}")))
     });
     let (mut random, mut kills, mut folders) = (Random(13), 0, 0);
     while kills < wanted() {
         folders += 1;
-        let output = place.path().join(format!("out-{folders}"));
+        let output = dir.path().join(format!("out-{folders}"));
         let mut saved = 0;
         // After enough kills to tear something the run may end.
         for attempt in 0..8 {
@@ -74,35 +74,35 @@ fn kills_at_random_instants() {
 }
 
 /// A short training run of the binary, which saves every step.
-fn train(place: &Place, output: &Path) -> Command {
+fn train(dir: &TestDir, output: &Path) -> Command {
     let output = output.display().to_string();
     let keys = ["checkpoint.save_steps=1", "checkpoint.keep_last=2", "log.tensorboard=false"];
     let keys = keys.map(|key| ["--set", key]).concat();
     let args = lora(&[&keys[..], &["--quiet", "--resume"]].concat());
     let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
-    let mut command = place.command(&args);
+    let mut command = dir.command(&args);
     command.env("RAYON_NUM_THREADS", "1");
     command
 }
 
 #[test]
 fn kills_of_the_binary() {
-    let place = Place::new();
-    let adapter = |name: &str| std::fs::read(place.path(name).join("adapter_model.safetensors")).unwrap();
+    let dir = TestDir::new();
+    let adapter = |name: &str| std::fs::read(dir.path(name).join("adapter_model.safetensors")).unwrap();
     let mut number = 0;
     let mut whole = shortest(|| {
         number += 1;
-        train(&place, &place.path(&format!("timed-{number}")))
+        train(&dir, &dir.path(&format!("timed-{number}")))
     });
     let (mut random, mut kills, mut folders) = (Random(14), 0, 0);
     while kills < wanted() / 10 {
         folders += 1;
         let (name, begun) = (format!("out-{folders}"), kills);
-        let output = place.path(&name);
+        let output = dir.path(&name);
         // Folders of many runs killed in a row, and folders of none.
         while kills < begun + 5 {
             let after = instant(&mut random, whole);
-            let done = killed(&mut train(&place, &output), after);
+            let done = killed(&mut train(&dir, &output), after);
             if let Some(code) = done.code {
                 assert_eq!(code, 0, "{done:?}");
                 whole = whole.min(after);
@@ -110,7 +110,7 @@ fn kills_of_the_binary() {
             }
             kills += 1;
         }
-        let done = finish(&mut train(&place, &output));
+        let done = finish(&mut train(&dir, &output));
         assert_eq!(done.code, Some(0), "{done:?}");
         assert!(!done.errors.contains("damaged"), "{done:?}");
         assert!(adapter(&name) == adapter("timed-1"), "folder {folders} after {kills} kills");

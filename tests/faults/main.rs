@@ -21,13 +21,13 @@ mod exhaustive;
 #[path = "../support/faulty_run.rs"]
 mod faulty_run;
 #[allow(dead_code, reason = "each test binary uses its part")]
-#[path = "../support/place.rs"]
-mod place;
-#[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/pseudo_terminal.rs"]
 mod pseudo_terminal;
 #[path = "../support/skipped.rs"]
 mod skipped;
+#[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/test_dir.rs"]
+mod test_dir;
 
 mod child;
 mod clocks;
@@ -40,13 +40,13 @@ mod faults;
 mod few_threads;
 mod files;
 mod folders;
+mod full_disk;
 mod hangs;
 mod kills;
 mod nan_policy;
 mod outputs;
 mod process_limits;
 mod restarts;
-mod room;
 mod stalled_terminal;
 mod system_faults;
 mod writes;
@@ -57,17 +57,17 @@ use std::process::{Command, Output};
 
 /// Returns every file below a folder by its name, except the program's own state.
 fn tree(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    let Ok(entries) = std::fs::read_dir(folder) else { return found };
+    let mut contents = BTreeMap::new();
+    let Ok(entries) = std::fs::read_dir(folder) else { return contents };
     for path in entries.map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if path.is_dir() && name != ".finetune" {
-            found.extend(tree(&path).into_iter().map(|(inner, bytes)| (format!("{name}/{inner}"), bytes)));
+            contents.extend(tree(&path).into_iter().map(|(inner, bytes)| (format!("{name}/{inner}"), bytes)));
         } else if path.is_file() {
-            found.insert(name, std::fs::read(&path).unwrap());
+            contents.insert(name, std::fs::read(&path).unwrap());
         }
     }
-    found
+    contents
 }
 
 /// Returns the names in a folder and in its `.finetune`, sorted.

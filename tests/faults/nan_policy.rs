@@ -6,16 +6,16 @@ use std::process::Output;
 use serde_json::{Value, json};
 
 use crate::faulty_run::{TILDE, changed_model, set_column};
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 /// Steps of a run, with one row for each rank.
 const STEPS: usize = 8;
 
 /// A model whose embedding is NaN for token `~`, and `STEPS` rows for each of `ranks`; the rows of
 /// the steps `bad` (from 1) hold that token.
-fn place(ranks: usize, bad: &[usize]) -> Place {
-    let place = Place::new();
-    changed_model(&place.path("model"), |tensors| {
+fn test_dir(ranks: usize, bad: &[usize]) -> TestDir {
+    let dir = TestDir::new();
+    changed_model(&dir.path("model"), |tensors| {
         let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
         *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
     });
@@ -25,11 +25,11 @@ fn place(ranks: usize, bad: &[usize]) -> Place {
             .to_string()
             + "\n"
     };
-    place.write("rows.jsonl", &(0..STEPS * ranks).map(row).collect::<String>());
-    place
+    dir.write("rows.jsonl", &(0..STEPS * ranks).map(row).collect::<String>());
+    dir
 }
 
-fn train(place: &Place, output: &str, sets: &[&str], more: &[&str]) -> Output {
+fn train(dir: &TestDir, output: &str, sets: &[&str], more: &[&str]) -> Output {
     let always = ["data.packing=false", "data.shuffle=false", "data.train_on=all", "data.max_seq_len=64"];
     let one_row = ["train.gradient_accumulation_steps=1", "train.epochs=1", "log.tensorboard=false"];
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
@@ -37,29 +37,29 @@ fn train(place: &Place, output: &str, sets: &[&str], more: &[&str]) -> Output {
         args.extend(["--set", set]);
     }
     args.extend(more);
-    place.command(&args).output().unwrap()
+    dir.command(&args).output().unwrap()
 }
 
 /// Returns the output of a run that must end with exit code `code`.
-fn ends(place: &Place, done: &Output, code: i32) -> String {
-    let said = place.told(&done.stderr);
+fn ends(dir: &TestDir, done: &Output, code: i32) -> String {
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(code), "{said}");
     said
 }
 
-fn weights(place: &Place, output: &str) -> Vec<Vec<u8>> {
-    let mut found: Vec<_> = std::fs::read_dir(place.path(output))
+fn weights(dir: &TestDir, output: &str) -> Vec<Vec<u8>> {
+    let mut names: Vec<_> = std::fs::read_dir(dir.path(output))
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|end| end == "safetensors"))
         .collect();
-    found.sort();
-    assert!(!found.is_empty());
-    found.iter().map(|path| std::fs::read(path).unwrap()).collect()
+    names.sort();
+    assert!(!names.is_empty());
+    names.iter().map(|path| std::fs::read(path).unwrap()).collect()
 }
 
-fn metrics(place: &Place, output: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+fn metrics(dir: &TestDir, output: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.path(output).join("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -68,17 +68,17 @@ const ROLL_BACK: &str = "train.on_nan=rollback";
 
 #[test]
 fn a_run_stops_at_the_first_unless_it_is_told_otherwise() {
-    let place = place(1, &[3, 4]);
-    let stopped = ends(&place, &train(&place, "out", &["checkpoint.save_steps=2"], &["--recipe", "lora"]), 4);
+    let dir = test_dir(1, &[3, 4]);
+    let stopped = ends(&dir, &train(&dir, "out", &["checkpoint.save_steps=2"], &["--recipe", "lora"]), 4);
     assert!(stopped.contains("error: the numbers diverged at step 3\n"), "{stopped}");
-    assert_eq!(metrics(&place, "out").len(), 2);
+    assert_eq!(metrics(&dir, "out").len(), 2);
     // `train.on_nan` may change on resume.
     let sets = ["checkpoint.save_steps=2", SKIP, "train.nan_limit=2"];
-    let resumed = ends(&place, &train(&place, "out", &sets, &["--recipe", "lora", "--resume"]), 0);
+    let resumed = ends(&dir, &train(&dir, "out", &sets, &["--recipe", "lora", "--resume"]), 0);
     let first = "warning: step 3 diverged: loss NaN, gradient norm NaN; the first bad value is in the weight \
                  model.embed_tokens.weight; skipped without an update (1 of 2 in a row, `train.nan_limit`)";
     assert!(resumed.contains(first) && resumed.contains("(2 of 2 in a row"), "{resumed}");
-    let lines = metrics(&place, "out");
+    let lines = metrics(&dir, "out");
     assert_eq!(lines.len(), STEPS);
     for (line, step) in lines.iter().zip(1..) {
         assert_eq!(line["step"], step);
@@ -86,32 +86,32 @@ fn a_run_stops_at_the_first_unless_it_is_told_otherwise() {
         assert_eq!(line.get("loss").is_some(), step != 3 && step != 4, "{line}");
     }
     // One uninterrupted run, and one resumed after the skipped steps, are the same.
-    ends(&place, &train(&place, "whole", &sets, &["--recipe", "lora"]), 0);
-    assert!(weights(&place, "out") == weights(&place, "whole"), "resumed: other bytes");
-    let fork = train(&place, "fork", &sets, &["--recipe", "lora", "--resume", "whole/checkpoint-6"]);
-    ends(&place, &fork, 0);
-    assert!(weights(&place, "fork") == weights(&place, "whole"), "resumed after skipped steps: other bytes");
+    ends(&dir, &train(&dir, "whole", &sets, &["--recipe", "lora"]), 0);
+    assert!(weights(&dir, "out") == weights(&dir, "whole"), "resumed: other bytes");
+    let fork = train(&dir, "fork", &sets, &["--recipe", "lora", "--resume", "whole/checkpoint-6"]);
+    ends(&dir, &fork, 0);
+    assert!(weights(&dir, "fork") == weights(&dir, "whole"), "resumed after skipped steps: other bytes");
 }
 
 #[test]
 fn enough_is_enough() {
-    let place = place(1, &[3, 4, 6]);
+    let dir = test_dir(1, &[3, 4, 6]);
     let lora = ["--recipe", "lora"];
-    let skipped = ends(&place, &train(&place, "skip", &[SKIP, "train.nan_limit=1"], &lora), 4);
+    let skipped = ends(&dir, &train(&dir, "skip", &[SKIP, "train.nan_limit=1"], &lora), 4);
     assert!(skipped.contains("error: the numbers diverged at step 4\n"), "{skipped}");
     assert!(skipped.contains("1 skipped step before this step: `train.nan_limit` is 1"), "{skipped}");
-    let early = ends(&place, &train(&place, "early", &[ROLL_BACK, "checkpoint.save_steps=4"], &lora), 4);
+    let early = ends(&dir, &train(&dir, "early", &[ROLL_BACK, "checkpoint.save_steps=4"], &lora), 4);
     assert!(early.contains("error: the numbers diverged at step 3\n"), "{early}");
     assert!(early.contains("this run has no checkpoint yet to roll back to"), "{early}");
     let sets = [ROLL_BACK, "checkpoint.save_steps=2", "train.nan_limit=1"];
-    let back = ends(&place, &train(&place, "back", &sets, &lora), 4);
+    let back = ends(&dir, &train(&dir, "back", &sets, &lora), 4);
     assert!(
         back.contains("step 3 diverged")
             && back.contains("rolled back to checkpoint-2, continues with the rows"),
         "{back}"
     );
     assert!(back.contains("error: the numbers diverged at step 4\n"), "{back}");
-    assert!(place.path("back/checkpoint-2").is_dir());
+    assert!(dir.path("back/checkpoint-2").is_dir());
 }
 
 /// Steps since the checkpoint are undone: the run equals, to the bit, one that skipped them all.
@@ -129,10 +129,10 @@ fn a_rolled_back_run_is_one_that_skipped_what_came_after_the_checkpoint() {
             more.extend(["--ranks", number.as_str()]);
         }
         let run = |bad: &[usize], policy: &[&str]| {
-            let place = place(ranks, bad);
-            let done = train(&place, "out", &[&["checkpoint.save_steps=2"], sets, policy].concat(), &more);
-            let said = ends(&place, &done, 0);
-            (weights(&place, "out"), said)
+            let dir = test_dir(ranks, bad);
+            let done = train(&dir, "out", &[&["checkpoint.save_steps=2"], sets, policy].concat(), &more);
+            let said = ends(&dir, &done, 0);
+            (weights(&dir, "out"), said)
         };
         let (skipped, _) = run(&[3, 4], &[SKIP]);
         let (rolled_back, said) = run(&[4], &[ROLL_BACK]);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::faults::{ALL, Fault, calls, library};
-use crate::place::{Place, copy_folder, golden};
+use crate::test_dir::{TestDir, copy_folder, golden};
 use crate::{child, finish, names, tree};
 
 /// A command line without its output, and the output's name.
@@ -20,30 +20,30 @@ const VERBS: [Verb; 4] = [
 ];
 
 /// A place with an adapter and an empty folder `made` for the output.
-fn prepared() -> Place {
-    let place = Place::new();
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    std::fs::create_dir(place.path("made")).unwrap();
-    place
+fn prepared() -> TestDir {
+    let dir = TestDir::new();
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
+    std::fs::create_dir(dir.path("made")).unwrap();
+    dir
 }
 
-fn making(place: &Place, (args, output): Verb) -> Command {
-    let output = place.path("made").join(output).display().to_string();
-    place.command(&[args, &["--quiet", "--output", &output]].concat())
+fn making(dir: &TestDir, (args, output): Verb) -> Command {
+    let output = dir.path("made").join(output).display().to_string();
+    dir.command(&[args, &["--quiet", "--output", &output]].concat())
 }
 
-/// Checks that each of the files `wanted` below `made` is flushed before the rename to `place`, and
-/// the parent after it.
-fn assert_flushed<'a>(calls: &[String], made: &str, place: &str, wanted: impl Iterator<Item = &'a String>) {
-    let renamed = calls.iter().position(|call| *call == format!("r {place}"));
+/// Checks that each of the files `wanted` below `made` is flushed before the rename to `target`,
+/// and the parent after it.
+fn assert_flushed<'a>(calls: &[String], made: &str, target: &str, wanted: impl Iterator<Item = &'a String>) {
+    let renamed = calls.iter().position(|call| *call == format!("r {target}"));
     let (before, after) =
-        calls.split_at(renamed.unwrap_or_else(|| panic!("no rename to {place} in {calls:#?}")));
+        calls.split_at(renamed.unwrap_or_else(|| panic!("no rename to {target} in {calls:#?}")));
     let flushed = |calls: &[String], path: &str| calls.iter().any(|call| *call == format!("s {path}"));
     for name in wanted {
         let path = format!("{made}/{name}");
         assert!(flushed(before, &path), "{path} was not flushed before its folder got its name: {before:#?}");
     }
-    let parent = Path::new(place).parent().unwrap().display().to_string();
+    let parent = Path::new(target).parent().unwrap().display().to_string();
     assert!(flushed(after, &parent), "{parent} was not flushed after the rename: {after:#?}");
 }
 
@@ -54,9 +54,9 @@ fn all_that_a_commit_names_is_flushed() {
         return;
     }
     for verb in VERBS {
-        let place = prepared();
-        let made = place.path("made").canonicalize().unwrap();
-        let calls = calls(&mut making(&place, verb), &made, ALL);
+        let dir = prepared();
+        let made = dir.path("made").canonicalize().unwrap();
+        let calls = calls(&mut making(&dir, verb), &made, ALL);
         let output = made.join(verb.1).display().to_string();
         let rename = calls.iter().position(|call| *call == format!("r {output}")).unwrap();
         // The temporary name contains the process id.
@@ -64,18 +64,18 @@ fn all_that_a_commit_names_is_flushed() {
         let temporary = flushed.unwrap().to_owned();
         assert!(temporary.starts_with(&format!("{output}.tmp-")), "{temporary}");
         if verb.1 == "out" {
-            let found = tree(&made.join("out"));
+            let actual = tree(&made.join("out"));
             for name in ["tokenizer.json", "generation_config.json", "config.json", "model.safetensors"] {
-                assert!(found.contains_key(name), "{verb:?} left no {name}");
+                assert!(actual.contains_key(name), "{verb:?} left no {name}");
             }
-            assert_flushed(&calls, &temporary, &output, found.keys());
+            assert_flushed(&calls, &temporary, &output, actual.keys());
         } else {
             assert_flushed(&calls, &temporary, &output, std::iter::empty());
         }
     }
     // A training run: its checkpoints and its result.
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().canonicalize().unwrap().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().canonicalize().unwrap().join("out");
     let calls = calls(&mut child::command("fresh", &output), &output, ALL);
     let shown = output.display().to_string();
     let checkpoint = format!("{shown}/checkpoint-4");
@@ -96,15 +96,15 @@ fn a_kill_leaves_all_or_nothing_and_is_swept() {
         return;
     }
     for verb in VERBS {
-        let place = prepared();
-        let made = place.path("made");
-        let calls = calls(&mut making(&place, verb), &made, ALL);
+        let dir = prepared();
+        let made = dir.path("made");
+        let calls = calls(&mut making(&dir, verb), &made, ALL);
         let wanted = tree(&made);
         let renamed = calls.iter().position(|call| call.ends_with(&format!("/made/{}", verb.1))).unwrap();
         let mut left = 0;
         for at in [4, renamed / 2, renamed + 1, renamed + 2] {
             clear(&made);
-            let mut run = making(&place, verb);
+            let mut run = making(&dir, verb);
             Fault { at, what: "kill".into(), ops: ALL, ..Fault::default() }.strike(&mut run, &made, None);
             let done = finish(&mut run);
             let what = format!("{verb:?} killed at {}", calls[at - 1]);
@@ -114,7 +114,7 @@ fn a_kill_leaves_all_or_nothing_and_is_swept() {
                 continue;
             }
             left += names(&made).len();
-            let done = finish(&mut making(&place, verb));
+            let done = finish(&mut making(&dir, verb));
             assert_eq!(done.code, Some(0), "{what}: {done:?}");
             assert_eq!(names(&made), [verb.1], "{what}: what was left is gone");
             assert!(tree(&made) == wanted, "{what}");
@@ -129,9 +129,9 @@ fn a_signal_removes_what_was_begun() {
         return;
     }
     for verb in VERBS {
-        let place = prepared();
-        let made = place.path("made");
-        let mut run = making(&place, verb);
+        let dir = prepared();
+        let made = dir.path("made");
+        let mut run = making(&dir, verb);
         Fault { at: 1, what: "int".into(), ops: "w", ..Fault::default() }.strike(&mut run, &made, None);
         let done = finish(&mut run);
         assert_eq!(done.code, Some(130), "{verb:?}: {done:?}");

@@ -4,17 +4,17 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 
-use crate::place::{Place, lora};
 use crate::system_faults::in_shell;
+use crate::test_dir::{TestDir, lora};
 
 /// Runs a step that needs about 110 MiB under a limit; returns exit code and output.
 fn run_under(limit: &str) -> (Option<i32>, String) {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more =
         ["--set", "train.micro_batch_size=16", "--set", "data.packing=true", "--set", "data.max_seq_len=512"];
-    let mut command = in_shell(limit, &place.command(&lora(&more)));
+    let mut command = in_shell(limit, &dir.command(&lora(&more)));
     let done = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
-    (done.status.code(), place.told(&done.stderr))
+    (done.status.code(), dir.told(&done.stderr))
 }
 
 /// Exceeding a memory limit would end the run by SIGABRT, with nothing saved: finetune refuses it
@@ -46,7 +46,7 @@ fn a_run_that_exceeds_a_limit_on_memory_is_refused_and_others_end() {
 /// `ulimit -v` counts as the available memory.
 #[test]
 fn the_limit_of_a_scheduler_is_memory() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more = [
         "--set",
         "train.micro_batch_size=64",
@@ -55,21 +55,21 @@ fn the_limit_of_a_scheduler_is_memory() {
         "--set",
         "data.max_seq_len=2048",
     ];
-    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-    place.write("rows.jsonl", &rows.repeat(20));
-    let done = in_shell("ulimit -v 1200000", &place.command(&lora(&more))).output().unwrap();
-    let said = place.told(&done.stderr);
+    let rows = std::fs::read_to_string(dir.path("rows.jsonl")).unwrap();
+    dir.write("rows.jsonl", &rows.repeat(20));
+    let done = in_shell("ulimit -v 1200000", &dir.command(&lora(&more))).output().unwrap();
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{said}");
     assert!(said.contains("(`ulimit -v`) leaves "), "{said}");
-    assert!(!place.path("out/metrics.jsonl").exists());
+    assert!(!dir.path("out/metrics.jsonl").exists());
 }
 
 #[test]
 fn a_name_that_is_not_utf8_is_refused_with_its_argument() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let name = OsStr::from_bytes(b"a\xff");
     let start = |words: &[&str], flag: &str, joined: bool| {
-        let mut command = place.command(words);
+        let mut command = dir.command(words);
         let mut word = OsString::from(format!("{flag}="));
         word.push(name);
         if joined {
@@ -78,7 +78,7 @@ fn a_name_that_is_not_utf8_is_refused_with_its_argument() {
             command.args([OsStr::new(flag), name])
         };
         let done = command.output().unwrap();
-        (done.status.code(), place.told(&done.stderr))
+        (done.status.code(), dir.told(&done.stderr))
     };
     for flag in ["--model", "--dataset", "--recipe", "--eval-dataset", "--output", "--resume"] {
         for joined in [false, true] {
@@ -90,28 +90,28 @@ fn a_name_that_is_not_utf8_is_refused_with_its_argument() {
     }
     let (code, said) = start(&["merge", "--model", "model"], "--adapter", false);
     assert_eq!((code, said.contains("cannot use `--adapter`")), (Some(2), true), "{said}");
-    assert!(!place.path("out").exists());
-    assert!(!std::fs::exists(place.path("").join(name)).unwrap());
+    assert!(!dir.path("out").exists());
+    assert!(!std::fs::exists(dir.path("").join(name)).unwrap());
 }
 
 /// The remedy that the message names.
 #[test]
 fn a_link_leads_to_a_folder_whose_name_is_not_utf8() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let name = OsStr::from_bytes(b"a\xff");
-    let folder = place.path("").join(name);
+    let folder = dir.path("").join(name);
     std::fs::create_dir(&folder).unwrap();
-    std::fs::rename(place.path("model"), folder.join("model")).unwrap();
-    std::fs::rename(place.path("rows.jsonl"), folder.join("rows.jsonl")).unwrap();
-    std::os::unix::fs::symlink(folder.join("model"), place.path("model")).unwrap();
-    std::os::unix::fs::symlink(folder.join("rows.jsonl"), place.path("rows.jsonl")).unwrap();
-    std::os::unix::fs::symlink(&folder, place.path("link")).unwrap();
+    std::fs::rename(dir.path("model"), folder.join("model")).unwrap();
+    std::fs::rename(dir.path("rows.jsonl"), folder.join("rows.jsonl")).unwrap();
+    std::os::unix::fs::symlink(folder.join("model"), dir.path("model")).unwrap();
+    std::os::unix::fs::symlink(folder.join("rows.jsonl"), dir.path("rows.jsonl")).unwrap();
+    std::os::unix::fs::symlink(&folder, dir.path("link")).unwrap();
     let mut args = lora(&[]);
     let output = args.iter().position(|word| *word == "out").unwrap();
     args[output] = "link/out";
-    let done = place.command(&args).output().unwrap();
-    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
+    let done = dir.command(&args).output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", dir.told(&done.stderr));
     let eval = ["eval", "--model", "model", "--adapter", "link/out", "--dataset", "rows.jsonl"];
-    let done = place.command(&eval).output().unwrap();
-    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
+    let done = dir.command(&eval).output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", dir.told(&done.stderr));
 }

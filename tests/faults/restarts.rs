@@ -28,8 +28,8 @@ fn weights(folder: &Path) -> Vec<(String, Vec<u8>)> {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_that_is_lost_goes_on_by_itself() {
-    let place = tempfile::tempdir().unwrap();
-    let output = |name: &str| -> PathBuf { place.path().join(name) };
+    let dir = tempfile::tempdir().unwrap();
+    let output = |name: &str| -> PathBuf { dir.path().join(name) };
     assert!(train(&output("whole"), None, &[]).status.success());
     let whole = weights(&output("whole"));
     assert_eq!(whole.len(), 2);
@@ -58,13 +58,13 @@ fn a_run_that_is_lost_goes_on_by_itself() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn restarts_are_used_up_or_of_no_use() {
-    let place = tempfile::tempdir().unwrap();
-    let done = train(&place.path().join("out"), Some("1:data:error"), &["--max-restarts", "1"]);
+    let dir = tempfile::tempdir().unwrap();
+    let done = train(&dir.path().join("out"), Some("1:data:error"), &["--max-restarts", "1"]);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert_eq!(text.matches("rank 1 failed in phase data").count(), 2, "{text}");
     let done =
-        train(&place.path().join("other"), None, &["--max-restarts", "3", "--set", "data.max_seq_len=1"]);
+        train(&dir.path().join("other"), None, &["--max-restarts", "3", "--set", "data.max_seq_len=1"]);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(1), "{text}");
     assert!(!text.contains("restart"), "{text}");
@@ -73,9 +73,9 @@ fn restarts_are_used_up_or_of_no_use() {
 /// The parent refuses an occupied folder. A process would refuse the recipe first.
 #[test]
 fn an_occupied_folder_is_refused_before_a_process_starts() {
-    let place = tempfile::tempdir().unwrap();
-    std::fs::write(place.path().join("notes.txt"), "").unwrap();
-    let done = train(place.path(), None, &["--max-restarts", "1", "--set", "train.nonsense=1"]);
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("notes.txt"), "").unwrap();
+    let done = train(dir.path(), None, &["--max-restarts", "1", "--set", "train.nonsense=1"]);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(1), "{text}");
     assert!(text.contains("error: cannot write to ") && !text.contains("nonsense"), "{text}");
@@ -85,8 +85,8 @@ fn an_occupied_folder_is_refused_before_a_process_starts() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_that_is_asked_to_stop_stays_so() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let more = ["--max-restarts", "3", "--set", "train.max_steps=400"];
     let run = command(&output, Some("0:data:slow=50ms"), 2, &more).spawn().unwrap();
     let begin = Instant::now();
@@ -106,8 +106,8 @@ fn a_run_that_is_asked_to_stop_stays_so() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_run_that_is_killed_goes_on() {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let more = ["--max-restarts", "1", "--set", "train.max_steps=12"];
     // Slow enough to be killed on the way, also on a busy machine.
     let run = command(&output, Some("0:data:slow=300ms"), 2, &more).spawn().unwrap();

@@ -4,8 +4,8 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use crate::place::{Place, lora};
 use crate::pseudo_terminal::{PATIENCE, PseudoTerminal, StartedRun, rows_of};
+use crate::test_dir::{TestDir, lora};
 
 const MODES: [&[&str]; 2] = [&[], &["--ui"]];
 
@@ -15,21 +15,21 @@ fn long_run<'a>(mode: &[&'a str]) -> Vec<&'a str> {
 }
 
 /// Waits until metrics.jsonl has `least` lines.
-fn wait_for_steps(place: &Place, child: &mut StartedRun, least: usize) {
+fn wait_for_steps(dir: &TestDir, child: &mut StartedRun, least: usize) {
     let started = Instant::now();
-    while steps(place) < least {
+    while steps(dir) < least {
         assert!(child.0.try_wait().unwrap().is_none(), "the run has ended");
-        assert!(started.elapsed() < PATIENCE, "{} steps of {least}", steps(place));
+        assert!(started.elapsed() < PATIENCE, "{} steps of {least}", steps(dir));
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-fn steps(place: &Place) -> usize {
-    std::fs::read_to_string(place.path("out/metrics.jsonl")).map_or(0, |text| text.lines().count())
+fn steps(dir: &TestDir) -> usize {
+    std::fs::read_to_string(dir.path("out/metrics.jsonl")).map_or(0, |text| text.lines().count())
 }
 
-fn has_checkpoint(place: &Place) -> bool {
-    let entries = std::fs::read_dir(place.path("out")).unwrap();
+fn has_checkpoint(dir: &TestDir) -> bool {
+    let entries = std::fs::read_dir(dir.path("out")).unwrap();
     entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("checkpoint-"))
 }
 
@@ -37,16 +37,16 @@ fn has_checkpoint(place: &Place) -> bool {
 #[test]
 fn training_goes_on_and_a_signal_saves() {
     for mode in MODES {
-        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
-        let mut child = terminal.start(place.command(&long_run(mode)));
-        wait_for_steps(&place, &mut child, 3);
+        let (dir, mut terminal) = (TestDir::new(), PseudoTerminal::open());
+        let mut child = terminal.start(dir.command(&long_run(mode)));
+        wait_for_steps(&dir, &mut child, 3);
         terminal.stop();
         // If each step drew a frame, they would exceed the buffers to the terminal by far.
-        let before = steps(&place);
-        wait_for_steps(&place, &mut child, before + 200);
+        let before = steps(&dir);
+        wait_for_steps(&dir, &mut child, before + 200);
         child.signal(libc::SIGTERM);
         assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
-        assert!(has_checkpoint(&place), "{mode:?}");
+        assert!(has_checkpoint(&dir), "{mode:?}");
         assert!(terminal.is_as_before(), "{mode:?}");
     }
 }
@@ -59,12 +59,12 @@ fn a_terminal_that_takes_nothing_from_the_start() {
     stopped.stop();
     for terminal in [stopped, PseudoTerminal::full()] {
         for mode in MODES {
-            let place = Place::new();
-            let mut child = terminal.start(place.command(&long_run(mode)));
-            wait_for_steps(&place, &mut child, 20);
+            let dir = TestDir::new();
+            let mut child = terminal.start(dir.command(&long_run(mode)));
+            wait_for_steps(&dir, &mut child, 20);
             child.signal(libc::SIGTERM);
             assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
-            assert!(has_checkpoint(&place), "{mode:?}");
+            assert!(has_checkpoint(&dir), "{mode:?}");
         }
     }
 }
@@ -77,12 +77,12 @@ fn a_second_signal_ends_the_run_at_once() {
         return;
     }
     for mode in MODES {
-        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
-        let mut command = place.command(&long_run(mode));
+        let (dir, mut terminal) = (TestDir::new(), PseudoTerminal::open());
+        let mut command = dir.command(&long_run(mode));
         command.env("FINETUNE_FAULT", "0:backward:hang");
         let mut child = terminal.start(command);
         let started = Instant::now();
-        while !place.path("out/metrics.jsonl").exists() {
+        while !dir.path("out/metrics.jsonl").exists() {
             assert!(started.elapsed() < PATIENCE, "{mode:?}: {}", terminal.shown());
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -104,12 +104,12 @@ fn a_second_signal_ends_the_run_at_once() {
 /// Printing an error waits for the terminal, but not forever.
 #[test]
 fn an_error_ends_a_command_though_nobody_reads_it() {
-    let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
+    let (dir, mut terminal) = (TestDir::new(), PseudoTerminal::open());
     terminal.stop();
-    let mut child = terminal.start(place.command(&lora(&["--set", "train.max_steps=no"])));
+    let mut child = terminal.start(dir.command(&lora(&["--set", "train.max_steps=no"])));
     assert_eq!(terminal.end_of(&mut child).code(), Some(1));
     let terminal = PseudoTerminal::open();
-    let mut child = terminal.start(place.command(&lora(&["--set", "train.max_steps=no"])));
+    let mut child = terminal.start(dir.command(&lora(&["--set", "train.max_steps=no"])));
     terminal.wait_for("train.max_steps");
     assert_eq!(terminal.end_of(&mut child).code(), Some(1));
 }
@@ -129,8 +129,8 @@ fn plain(text: &str) -> String {
 /// A bar wider than its terminal would leave a copy of itself behind.
 #[test]
 fn a_bar_is_cut_to_the_width_of_its_terminal() {
-    let (place, terminal) = (Place::new(), PseudoTerminal::of_size(45, 20));
-    let mut child = terminal.start(place.command(&lora(&[])));
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::of_size(45, 20));
+    let mut child = terminal.start(dir.command(&lora(&[])));
     assert!(terminal.end_of(&mut child).success());
     terminal.wait_for("adapter saved in out");
     let shown = plain(&terminal.shown());
@@ -151,9 +151,9 @@ fn has_bar(text: &str) -> bool {
 #[test]
 fn no_bar_stays_on_the_screen() {
     for columns in [45, 140] {
-        let (place, terminal) = (Place::new(), PseudoTerminal::of_size(columns, 40));
+        let (dir, terminal) = (TestDir::new(), PseudoTerminal::of_size(columns, 40));
         let args = lora(&["--eval-dataset", "rows.jsonl", "--set", "eval.steps=1"]);
-        let mut child = terminal.start(place.command(&args));
+        let mut child = terminal.start(dir.command(&args));
         assert!(terminal.end_of(&mut child).success(), "{}", terminal.shown());
         terminal.wait_for("adapter saved in out");
         let rows = rows_of(&terminal.shown(), columns.into());
@@ -169,9 +169,9 @@ fn no_bar_stays_on_the_screen() {
 #[test]
 fn a_run_stopped_by_ctrl_c_leaves_no_bar() {
     for columns in [45, 140] {
-        let (place, mut terminal) = (Place::new(), PseudoTerminal::of_size(columns, 40));
+        let (dir, mut terminal) = (TestDir::new(), PseudoTerminal::of_size(columns, 40));
         let mut command =
-            place.command(&lora(&["--set", "train.max_steps=100000", "--set", "log.tensorboard=false"]));
+            dir.command(&lora(&["--set", "train.max_steps=100000", "--set", "log.tensorboard=false"]));
         command.env("FINETUNE_FAULT", "0:data:slow=300ms");
         let mut child = terminal.start(command);
         terminal.wait_for(" 2/100000 ");
@@ -187,8 +187,8 @@ fn a_run_stopped_by_ctrl_c_leaves_no_bar() {
 /// The word that begins an error is red if the terminal has colours.
 #[test]
 fn an_error_is_red_on_a_terminal() {
-    let (place, terminal) = (Place::new(), PseudoTerminal::open());
-    let mut child = terminal.start(place.command(&["inspect", "./nothing"]));
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::open());
+    let mut child = terminal.start(dir.command(&["inspect", "./nothing"]));
     assert_eq!(terminal.end_of(&mut child).code(), Some(1));
     terminal.wait_for("\u{1b}[31;1merror:\u{1b}[0m ");
 }

@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use crate::at_work::{go_on, has_stopped, stops_at_work};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Returns `command` as run by a shell after `setup`.
 pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
@@ -30,11 +30,10 @@ pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
 /// the run saves.
 #[test]
 fn two_signals_at_once_are_one() {
-    let place = Place::new();
-    let mut run = place.command(&lora(&["--set", "train.max_steps=200"]));
+    let dir = TestDir::new();
+    let mut run = dir.command(&lora(&["--set", "train.max_steps=200"]));
     let mut child = stops_at_work(&mut run).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    while !std::fs::read_to_string(place.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 0)
-    {
+    while !std::fs::read_to_string(dir.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 0) {
         assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
         sleep(Duration::from_millis(2));
     }
@@ -46,7 +45,7 @@ fn two_signals_at_once_are_one() {
     assert!(both.unwrap().success());
     go_on(&child);
     let done = child.wait_with_output().unwrap();
-    let said = place.told(&done.stderr);
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(85), "{said}");
     assert!(said.contains("as asked, saved in out/checkpoint-"), "{said}");
 }
@@ -54,15 +53,15 @@ fn two_signals_at_once_are_one() {
 /// `ulimit -f` would end a process by SIGXFSZ without a message.
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = lora(&["--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=false"]);
     // Blocks have 512 or 1024 bytes: the adapter is larger than the limit, the log is not.
-    let done = in_shell("ulimit -f 64", &place.command(&args)).output().unwrap();
-    let said = place.told(&done.stderr);
+    let done = in_shell("ulimit -f 64", &dir.command(&args)).output().unwrap();
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(74), "{said}");
     assert!(said.contains("error: cannot save step 2\n") && said.contains("File too large"), "{said}");
     let left: Vec<_> =
-        std::fs::read_dir(place.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        std::fs::read_dir(dir.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     let begun = left.iter().any(|name| name.to_string_lossy().starts_with("checkpoint-"));
     assert!(!begun, "nothing half written stays: {left:?}");
 }
@@ -71,17 +70,17 @@ fn a_limit_on_the_size_of_files_is_an_error() {
 #[test]
 #[cfg(target_os = "linux")]
 fn help_on_a_full_disk_is_an_error() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for args in [&["--help"][..], &["--version"], &["merge", "--help"]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let done = place.command(args).stdout(full).output().unwrap();
-        let said = place.told(&done.stderr);
+        let done = dir.command(args).stdout(full).output().unwrap();
+        let said = dir.told(&done.stderr);
         assert_eq!(done.status.code(), Some(74), "{args:?}: {said}");
         assert!(said.starts_with("error: cannot write the output\n"), "{said}");
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        let done = place.command(args).stdout(writer).output().unwrap();
-        assert_eq!(done.status.code(), Some(0), "{args:?}: {}", place.told(&done.stderr));
+        let done = dir.command(args).stdout(writer).output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{args:?}: {}", dir.told(&done.stderr));
     }
-    assert_eq!(place.command(&["--nonsense"]).output().unwrap().status.code(), Some(2));
+    assert_eq!(dir.command(&["--nonsense"]).output().unwrap().status.code(), Some(2));
 }

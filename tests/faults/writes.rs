@@ -6,8 +6,8 @@ use crate::{assert_tidy, finish};
 
 /// Returns the calls of an undisturbed run.
 fn all_calls(ops: &str) -> Vec<String> {
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     calls(&mut command("fresh", &output), &output, ops)
 }
 
@@ -22,8 +22,8 @@ fn a_kill_at_every_call() {
     }
     for (at, call) in calls.iter().enumerate() {
         let (at, what) = (at + 1, format!("killed at {call}"));
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("out");
         let mut run = command("fresh", &output);
         Fault { at, what: "kill".into(), ops: ALL, ..Fault::default() }.strike(&mut run, &output, None);
         let done = finish(&mut run);
@@ -50,8 +50,8 @@ fn an_error_at_every_call() {
     for (at, call) in calls.iter().enumerate() {
         let (code, text, sticky) = errors[at % errors.len()];
         let (at, what) = (at + 1, format!("{text} at {call}"));
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("out");
         let mut run = command("fresh", &output);
         let fault = Fault { at, what: code.to_string(), ops: NEEDED, sticky, ..Fault::default() };
         fault.strike(&mut run, &output, None);
@@ -74,8 +74,8 @@ fn a_checkpoint_that_cannot_be_removed() {
         return;
     }
     for (ops, only) in [("r", "-removed"), ("u", "-removed")] {
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("out");
         let mut run = command("fresh", &output);
         let fault = Fault { at: 1, what: libc::EACCES.to_string(), ops, only, sticky: ops, free: None };
         fault.strike(&mut run, &output, None);

@@ -49,7 +49,7 @@ fn spread(tree: &str) -> Vec<Vec<String>> {
 
 /// Returns the entries of `a, b::{c, d}} …` up to the closing brace.
 fn entries(inside: &str) -> Vec<String> {
-    let (mut depth, mut found) = (0_i64, vec![String::new()]);
+    let (mut depth, mut entries) = (0_i64, vec![String::new()]);
     for c in inside.chars() {
         match c {
             '{' => depth += 1,
@@ -58,12 +58,12 @@ fn entries(inside: &str) -> Vec<String> {
             _ => {}
         }
         if c == ',' && depth == 0 {
-            found.push(String::new());
-        } else if let Some(last) = found.last_mut() {
+            entries.push(String::new());
+        } else if let Some(last) = entries.last_mut() {
             last.push(c);
         }
     }
-    found
+    entries
 }
 
 /// Returns `path`, as written in module `own`, from the crate's root.
@@ -106,8 +106,8 @@ fn read<'a>(sources: &[&'a Source]) -> Files<'a> {
         let code = uses.replace_all(&source.code, |used: &regex::Captures<'_>| {
             if used.get(1).is_some() { String::new() } else { used[0].to_owned() }
         });
-        for found in path.captures_iter(&code) {
-            let written = spread(&code[found.get(1).unwrap().start()..]);
+        for captures in path.captures_iter(&code) {
+            let written = spread(&code[captures.get(1).unwrap().start()..]);
             file.paths.extend(written.iter().filter_map(|written| absolute(own, &children, written)));
         }
         files.insert(own.clone(), file);
@@ -154,22 +154,22 @@ fn circles(sources: &[&Source]) -> BTreeSet<Vec<String>> {
             break;
         }
     }
-    let mut found = BTreeSet::new();
+    let mut circles = BTreeSet::new();
     for own in files.keys().filter(|own| reach[*own].contains(*own)) {
         let with = reach[own].iter().filter(|other| reach[*other].contains(own));
-        found.insert(with.map(|module| files[module].source.path.clone()).collect());
+        circles.insert(with.map(|module| files[module].source.path.clone()).collect());
     }
-    found
+    circles
 }
 
 pub(super) fn faults(sources: &[&Source]) -> Vec<String> {
-    let found = circles(sources);
+    let circles = circles(sources);
     let within =
         |circle: &Vec<String>, known: &[&str]| circle.iter().all(|file| known.contains(&file.as_str()));
-    let new = found.iter().filter(|circle| !KNOWN.iter().any(|known| within(circle, known)));
+    let new = circles.iter().filter(|circle| !KNOWN.iter().any(|known| within(circle, known)));
     let mut faults: Vec<String> =
         new.map(|circle| format!("files import each other in a circle: {}", circle.join(", "))).collect();
-    let gone = KNOWN.iter().filter(|known| !found.iter().any(|circle| within(circle, known)));
+    let gone = KNOWN.iter().filter(|known| !circles.iter().any(|circle| within(circle, known)));
     faults
         .extend(gone.map(|known| format!("no circle any more, take it out of KNOWN: {}", known.join(", "))));
     faults

@@ -22,11 +22,11 @@ pub(super) fn short(source: &Source) -> Vec<String> {
         let line = raw.trim();
         // In a literal, slashes are no comment.
         let comments = text.trim().is_empty() && !line.starts_with("////");
-        let found = ["///", "//!"].into_iter().find(|mark| comments && line.starts_with(mark));
-        if found.is_none_or(|mark| mark != marker) {
+        let mark = ["///", "//!"].into_iter().find(|mark| comments && line.starts_with(mark));
+        if mark.is_none_or(|mark| mark != marker) {
             close(&mut comment);
         }
-        marker = found.unwrap_or_default();
+        marker = mark.unwrap_or_default();
         if !marker.is_empty() {
             comment.0 += &line[3..];
             comment.0.push(' ');

@@ -20,15 +20,15 @@ pub(super) fn functions(source: &Source) -> Vec<Function> {
     let head =
         regex!(r"(?m)^[ \t]*(pub(?:\([^)]*\))? )?(?:(?:const|async|unsafe|extern(?: *\S+)?) )*fn (\w+)");
     let traits = public_traits(source);
-    let function = |found: regex::Captures<'_>| {
-        let whole = found.get(0).unwrap();
-        let line = source.code[..found.get(2).unwrap().start()].matches('\n').count();
+    let function = |captures: regex::Captures<'_>| {
+        let whole = captures.get(0).unwrap();
+        let line = source.code[..captures.get(2).unwrap().start()].matches('\n').count();
         let (parameters, returns) = signature(&source.code[whole.end()..]);
-        let public = match found.get(1) {
+        let public = match captures.get(1) {
             Some(visibility) => visibility.as_str() == "pub ",
             None => traits.iter().any(|(start, end)| (start..=end).contains(&&line)),
         };
-        Function { name: found[2].to_owned(), public, parameters, returns, docs: docs_above(source, line) }
+        Function { name: captures[2].to_owned(), public, parameters, returns, docs: docs_above(source, line) }
     };
     head.captures_iter(&source.code).map(function).collect()
 }
@@ -119,7 +119,7 @@ pub(super) fn largest_tuple(types: &str) -> usize {
 
 /// Returns the elements of `a, (b, c), d<e, f>,`.
 fn elements(list: &str) -> usize {
-    let (mut depth, mut found, mut filled, mut before) = (0_i64, 0, false, ' ');
+    let (mut depth, mut count, mut filled, mut before) = (0_i64, 0, false, ' ');
     for c in list.chars() {
         match c {
             '(' | '[' | '<' | '{' => depth += 1,
@@ -128,14 +128,14 @@ fn elements(list: &str) -> usize {
             _ => {}
         }
         if c == ',' && depth == 0 {
-            found += 1;
+            count += 1;
             filled = false;
         } else if !c.is_whitespace() {
             filled = true;
         }
         before = c;
     }
-    found + usize::from(filled)
+    count + usize::from(filled)
 }
 
 #[test]
@@ -143,14 +143,14 @@ fn functions_are_read() {
     let text = "/// Adds two numbers.\n///\n/// # Errors\n#[expect(\n    clippy::x,\n    reason = \"[y]\"\n)]\n\
                 pub fn add<T: Fn(u8) -> u8>(\n    a: [u8; 2],\n    b: T,\n) -> Result<(u8, u8), E>\nwhere\n    T: X,\n{\n}\n\
                 pub(crate) fn hidden() {}\npub trait T {\n    /// Goes.\n    fn go(&self);\n}\nimpl T for U {\n    fn go(&self) {}\n}\n";
-    let found = functions(&Source::new("ops/a.rs", text));
-    let names: Vec<(&str, bool)> = found.iter().map(|one| (one.name.as_str(), one.public)).collect();
+    let functions = functions(&Source::new("ops/a.rs", text));
+    let names: Vec<(&str, bool)> = functions.iter().map(|one| (one.name.as_str(), one.public)).collect();
     assert_eq!(names, [("add", true), ("hidden", false), ("go", true), ("go", false)]);
-    assert_eq!(found[0].docs, " Adds two numbers.\n\n # Errors");
-    assert_eq!(found[0].returns, "Result<(u8, u8), E>");
-    assert_eq!(found[0].parameters, "\n    a: [u8; 2],\n    b: T,\n");
-    assert_eq!(found[1].docs, "");
-    assert_eq!(found[2].docs, " Goes.");
+    assert_eq!(functions[0].docs, " Adds two numbers.\n\n # Errors");
+    assert_eq!(functions[0].returns, "Result<(u8, u8), E>");
+    assert_eq!(functions[0].parameters, "\n    a: [u8; 2],\n    b: T,\n");
+    assert_eq!(functions[1].docs, "");
+    assert_eq!(functions[2].docs, " Goes.");
 }
 
 #[test]

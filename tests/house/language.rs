@@ -1,9 +1,9 @@
 //! Rules of language that a machine can check: how doc comments begin, words that messages avoid,
-//! and the width of prose in pages, comments and docstrings.
+//! names that fit anything, and the width of prose in pages, comments and docstrings.
 
 use std::fs;
 
-use super::{files, root, sources};
+use super::{blanked, files, root, sources};
 
 /// Widest line of prose, in columns.
 const COLUMNS: usize = 100;
@@ -58,13 +58,23 @@ fn question_words(page: &Page) -> Vec<String> {
 fn vague_messages(program: &Page) -> Vec<String> {
     let literal = regex!(r##"(?s)'(?:\\.|[^'\\])'|r#"(.*?)"#|"((?:[^"\\]|\\.)*)""##);
     let vague = regex!(r"(?i)\b(is said|of ours|there are|are there)\b");
-    let found = literal.captures_iter(&program.text);
-    let texts = found.filter_map(|found| found.get(1).or(found.get(2)));
+    let literals = literal.captures_iter(&program.text);
+    let texts = literals.filter_map(|literals| literals.get(1).or(literals.get(2)));
     let joined = texts.map(|text| regex!(r"\\?\n\s*").replace_all(text.as_str(), ""));
     joined
         .filter(|text| vague.is_match(text))
         .map(|text| format!("{}: name the subject: `{text}`", program.path))
         .collect()
+}
+
+/// Returns the names of a program that do not tell what they hold.
+fn vague_names(program: &Page) -> Vec<String> {
+    let code = blanked(&program.text, true);
+    let names = code.lines().enumerate().flat_map(|(index, line)| {
+        let names = regex!(r"\b(place|found|kept|room)\b").find_iter(line);
+        names.map(move |name| format!("line {}: name what `{}` is", index + 1, name.as_str()))
+    });
+    names.map(|fault| format!("{}: {fault}", program.path)).collect()
 }
 
 /// Returns a Python or shell program without its comments and docstrings, and with neighbouring
@@ -128,6 +138,14 @@ fn comments_and_messages_are_plain_english() {
 }
 
 #[test]
+fn names_tell_what_they_hold() {
+    let pages = pages();
+    let programs = pages.iter().filter(|page| page.ends_in(&[".rs"]));
+    let faults: Vec<String> = programs.flat_map(vague_names).collect();
+    assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
+}
+
+#[test]
 fn each_rule_finds_its_fault() {
     let page = |path: &str, text: &str| Page { path: path.to_owned(), text: text.to_owned() };
     let rust = |text: &str| page("a/b.rs", text);
@@ -142,6 +160,10 @@ fn each_rule_finds_its_fault() {
     let script = |text: &str| vague_messages(&without_prose(&page("a.py", text))).len();
     assert_eq!(script("f(\"registers there \"\n  f\"are {n}\")\n"), 1);
     assert_eq!(script("\"\"\"As it is said.\"\"\"\n# \"there are\"\nf(\"a\", \"b\")\n"), 0);
+
+    let names = |text: &str| vague_names(&rust(text)).len();
+    assert_eq!(names("fn f(place: u8, kept: u8) { g(|found| found.room) }\n"), 5);
+    assert_eq!(names("// The found place.\nfn in_place() { g(\"{kept}\", places) }\n"), 0);
 
     let wide = "a ".repeat(60);
     let lines = |path: &str, text: &str| wide_lines(&page(path, text)).len();

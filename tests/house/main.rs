@@ -114,21 +114,21 @@ fn root() -> PathBuf {
 
 /// Returns every file below `folder`, except build outputs, hidden folders and run results.
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if path.is_dir() {
             let hidden = name.starts_with('.') && name != ".ci";
             if !hidden && !["target", "out", "outputs"].contains(&name.as_str()) {
-                found.extend(files(&path));
+                paths.extend(files(&path));
             }
         } else if name != ".git" {
-            found.push(path);
+            paths.push(path);
         }
     }
-    found.sort();
-    found
+    paths.sort();
+    paths
 }
 
 /// The sources, read once.
@@ -149,8 +149,8 @@ fn read_sources() -> Vec<Source> {
     };
     let mut sources = of(root().join("src"));
     for lower in CRATES {
-        let found = of(root().join("crates").join(lower).join("src"));
-        sources.extend(found.into_iter().filter(|source| source.path != "lib.rs"));
+        let sources_of_crate = of(root().join("crates").join(lower).join("src"));
+        sources.extend(sources_of_crate.into_iter().filter(|source| source.path != "lib.rs"));
     }
     for module in MODULE_CRATES {
         let folder = root().join("crates").join(module).join("src");
@@ -165,10 +165,11 @@ fn source_of_module_crate(module: &str, folder: &Path, path: &Path) -> Source {
     let name = path.strip_prefix(folder).unwrap().to_string_lossy().replace('\\', "/");
     let name = if name == "lib.rs" { "mod.rs".to_owned() } else { name };
     let text = fs::read_to_string(path).unwrap();
-    let own = |found: &regex::Captures<'_>| {
-        let has_own = folder.join(&found[1]).exists() || folder.join(format!("{}.rs", &found[1])).exists();
-        let is_lower = !has_own && FLOORS.iter().any(|(floor, _)| floor == &found[1]);
-        if is_lower { found[0].to_owned() } else { format!("crate::{module}::{}", &found[1]) }
+    let own = |captures: &regex::Captures<'_>| {
+        let has_own =
+            folder.join(&captures[1]).exists() || folder.join(format!("{}.rs", &captures[1])).exists();
+        let is_lower = !has_own && FLOORS.iter().any(|(floor, _)| floor == &captures[1]);
+        if is_lower { captures[0].to_owned() } else { format!("crate::{module}::{}", &captures[1]) }
     };
     let text = regex!(r"\bcrate::(\w+)").replace_all(&text, own);
     Source::new(&format!("{module}/{name}"), &text)
@@ -195,9 +196,9 @@ fn blanked(source: &str, literals_too: bool) -> String {
     );
     let mut out = String::with_capacity(source.len());
     let mut at = 0;
-    while let Some(found) = token.captures_at(source, at) {
-        let whole = found.get(0).unwrap();
-        let end = match found.name("hashes") {
+    while let Some(captures) = token.captures_at(source, at) {
+        let whole = captures.get(0).unwrap();
+        let end = match captures.name("hashes") {
             Some(hashes) => {
                 let close = format!("\"{}", hashes.as_str());
                 source[whole.end()..].find(&close).map_or(source.len(), |n| whole.end() + n + close.len())
@@ -206,7 +207,7 @@ fn blanked(source: &str, literals_too: bool) -> String {
         };
         out += &source[at..whole.start()];
         let text = &source[whole.start()..end];
-        if found.name("comment").is_some() || literals_too {
+        if captures.name("comment").is_some() || literals_too {
             out.extend(text.chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
         } else {
             out += text;
@@ -264,7 +265,7 @@ fn floor(module: &str) -> Option<u32> {
 /// Returns the top-level modules that a file names.
 fn imports(source: &Source) -> Vec<String> {
     let path = regex!(r"\b(crate|finetune|(?:super::)*super)\s*::\s*(\{|recipe::enums\b|[A-Za-z_]\w*)");
-    let mut found = Vec::new();
+    let mut names_of_modules = Vec::new();
     for names in path.captures_iter(&source.code) {
         let from = &names[1];
         if from == "finetune" && source.module() != "main" {
@@ -275,12 +276,12 @@ fn imports(source: &Source) -> Vec<String> {
         }
         if &names[2] == "{" {
             let group = &source.code[names.get(0).unwrap().end()..];
-            found.extend(group_heads(group));
+            names_of_modules.extend(group_heads(group));
         } else {
-            found.push(names[2].to_owned());
+            names_of_modules.push(names[2].to_owned());
         }
     }
-    found
+    names_of_modules
 }
 
 /// Returns the first names of the entries of `a::b, c::{d, e}, f}`.
@@ -355,8 +356,8 @@ fn machine_path(text: &str) -> Option<&'static str> {
     lines.find_map(|line| {
         folders.into_iter().find(|folder| {
             // Inside a longer path or an address it is no such folder.
-            let mut found = line.match_indices(folder);
-            found.any(|(at, _)| !line[..at].ends_with(|c: char| c.is_alphanumeric() || "._-~}".contains(c)))
+            let mut matches = line.match_indices(folder);
+            matches.any(|(at, _)| !line[..at].ends_with(|c: char| c.is_alphanumeric() || "._-~}".contains(c)))
         })
     })
 }
@@ -401,8 +402,8 @@ fn sources_keep_the_rules_of_prose() {
     let sources = sources_of_the_product();
     let mut faults = Vec::new();
     for (rule, check) in PROSE {
-        let found = sources.iter().flat_map(|source| check(source));
-        faults.extend(found.map(|fault| format!("[{rule}] {fault}")));
+        let new_faults = sources.iter().flat_map(|source| check(source));
+        faults.extend(new_faults.map(|fault| format!("[{rule}] {fault}")));
     }
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
@@ -446,9 +447,9 @@ fn every_key_of_a_recipe_is_read() {
     let (declaring, others): (Vec<_>, Vec<_>) =
         sources_of_the_product().into_iter().partition(|source| DECLARE.contains(&source.path.as_str()));
     let names = |sources: &[&Source], pattern: &regex::Regex| -> BTreeSet<String> {
-        let found = sources.iter().flat_map(|source| pattern.captures_iter(&source.code));
-        let fields = found.filter(|found| !found[0].ends_with('('));
-        fields.map(|found| found[1].to_owned()).collect()
+        let captures = sources.iter().flat_map(|source| pattern.captures_iter(&source.code));
+        let fields = captures.filter(|captures| !captures[0].ends_with('('));
+        fields.map(|captures| captures[1].to_owned()).collect()
     };
     let keys = names(&declaring, regex!(r"(?m)^        (\w+): [^=]+ = .*;$"));
     let read = names(&others, regex!(r"\.(\w+)\(?"));

@@ -458,8 +458,8 @@ fn packed_weights_are_dequantized_twice() {
 #[test]
 fn steps_ask_for_what_was_planned() {
     count_process().unwrap();
-    let kept = eight_billion(false, 0.26, 23e9);
-    let recomputed = eight_billion(true, 0.36, 10.5e9) - kept;
+    let cached = eight_billion(false, 0.26, 23e9);
+    let recomputed = eight_billion(true, 0.36, 10.5e9) - cached;
     assert_eq!(recomputed, recomputed_flops());
     recomputing_shares_panels();
     products_in_fp8();

@@ -141,8 +141,8 @@ fn the_self_test_runs_emulated() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_kernel_at_fault_is_named() {
-    let (mut train, place) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());
-    let out = place.path().join("out");
+    let (mut train, dir) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());
+    let out = dir.path().join("out");
     train.args(["--quiet", "--recipe", "quickstart", "--set", "train.max_steps=3"]);
     train.args(["--set", "train.gradient_accumulation_steps=1", "--set", "train.micro_batch_size=1"]);
     train.args(["--set", "checkpoint.save_steps=1", "--set", "data.eval=[]"]);
@@ -166,10 +166,10 @@ fn a_kernel_at_fault_is_named() {
 /// Shows that training reads the schedule: without kernels the runs above would pass as well.
 #[test]
 fn a_schedule_that_is_none_is_refused() {
-    let (mut train, place) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());
+    let (mut train, dir) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());
     train
         .args(["--recipe", "quickstart", "--set", "train.max_steps=1", "--output"])
-        .arg(place.path().join("out"));
+        .arg(dir.path().join("out"));
     let done = train.env("FINETUNE_EMULATE", "sideways").output().unwrap();
     let said = String::from_utf8_lossy(&done.stderr);
     assert!(!done.status.success() && said.contains("FINETUNE_EMULATE is \"sideways\""), "{said}");

@@ -54,10 +54,10 @@ impl Blocks {
     /// the bits if it `is_checked`.
     fn step(&mut self, name: &str, graphs: &BlockGraphs, len: usize, is_checked: bool) {
         self.refill(name);
-        let found = self.bits_of(Some(graphs), len).unwrap();
+        let actual = self.bits_of(Some(graphs), len).unwrap();
         if is_checked {
             let wanted = self.bits_of(None, len).unwrap();
-            assert!(found == wanted, "{name}: {:?}", graphs.counts());
+            assert!(actual == wanted, "{name}: {:?}", graphs.counts());
         }
     }
 

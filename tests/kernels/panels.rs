@@ -24,9 +24,9 @@ fn blocks(dropout: f64) -> Blocks {
 /// Checks that the begin of the next panel comes before a product, and its end behind: then the
 /// second queue runs beside the product. The first product of a pass makes its own panel.
 fn check_order(work: &RecordedWork) {
-    let found = work.panel_products();
-    assert_eq!(found.len(), PASSES.iter().sum::<usize>(), "{found:?}");
-    let (forward, backward) = found.split_at(PASSES[0]);
+    let actual = work.panel_products();
+    assert_eq!(actual.len(), PASSES.iter().sum::<usize>(), "{actual:?}");
+    let (forward, backward) = actual.split_at(PASSES[0]);
     for pass in [forward, backward] {
         assert_eq!((pass[0].begin, pass[0].end), (None, None), "{pass:?}");
         for pair in pass.windows(2) {

@@ -30,8 +30,8 @@ const LAUNCH: f64 = 5e-6;
 
 fn config(name: &str) -> Value {
     let table: Value = serde_json::from_str(include_str!("../golden/published.json")).unwrap();
-    let found = table.as_array().unwrap().iter().find(|model| model["name"] == name);
-    found.unwrap()["config"].clone()
+    let model = table.as_array().unwrap().iter().find(|model| model["name"] == name);
+    model.unwrap()["config"].clone()
 }
 
 impl Model {

@@ -171,6 +171,7 @@ impl Blocks {
             reference: None,
             recompute: self.recompute,
             dropout: self.drops.then(dropout),
+            noise: None,
             balance: None,
             last: true,
             graphs: self.graphs.as_ref(),
@@ -286,9 +287,9 @@ fn recorded_passes_replay() {
     for (families, whole) in [(&WHOLE[..], true), (&OTHERS, false)] {
         for family in families {
             for recompute in [Recompute::None, Recompute::Block] {
-                let found = replays(family, 0.0, recompute);
-                if found != [whole, true] {
-                    bad.push((family, recompute, found));
+                let actual = replays(family, 0.0, recompute);
+                if actual != [whole, true] {
+                    bad.push((family, recompute, actual));
                 }
             }
         }

@@ -66,11 +66,11 @@ fn on_one_queue(work: [GpuWork; 2]) -> [GpuWork; 2] {
 struct Row(&'static str, &'static str, [Figures; 2]);
 
 fn rows() -> Vec<Row> {
-    let [kept, recomputed] = [false, true].map(|recompute| counted(Mode::Qlora, recompute));
+    let [saved, recomputed] = [false, true].map(|recompute| counted(Mode::Qlora, recompute));
     let copy = counted(Mode::QloraCopy, false);
     let one_queue = |counted: &Counted| Figures::extended(on_one_queue(counted.step));
-    let [serial, recompute_serial] = [one_queue(&kept), one_queue(&recomputed)];
-    let forward = Figures::of_layer(on_one_queue(kept.forward));
+    let [serial, recompute_serial] = [one_queue(&saved), one_queue(&recomputed)];
+    let forward = Figures::of_layer(on_one_queue(saved.forward));
     // The weights that a block dequantizes in a pass; by weights, the part of `down_proj`.
     let panels = forward.plus(-1.0, Figures::of_layer(copy.forward));
     let [d, f] = [WIDE.hidden, WIDE.intermediate].map(|width| width as f64);
@@ -86,7 +86,7 @@ fn rows() -> Vec<Row> {
     let modes = [Mode::Lora, Mode::LoraFp8, Mode::QloraFp8, Mode::LoraPacked];
     let steps = modes.map(|mode| counted(mode, false).step);
     let [lora, lora_fp8, qlora_fp8, packed] = steps.map(Figures::extended);
-    let [ahead, recompute_ahead] = [&kept, &recomputed].map(|counted| Figures::extended(counted.step));
+    let [ahead, recompute_ahead] = [&saved, &recomputed].map(|counted| Figures::extended(counted.step));
     vec![
         Row("recomputing without `down_proj` and the last block", "QLoRA, recompute", [whole, three_panels]),
         Row(

@@ -262,14 +262,14 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
         pair(Q, 2, [64, 64]).into_iter().chain(tensors.iter().map(|&t| t.clone())).collect()
     };
     for stored in [&[EMBED_TOKENS][..], &[LM_HEAD], &[EMBED_TOKENS, LM_HEAD]] {
-        let kept = |name, value| stored.contains(&name).then_some(value);
+        let if_stored = |name, value| stored.contains(&name).then_some(value);
         // LoRA elsewhere: the tie stays.
         let (_dir, tied) = merge_tied(stored, &config, &with(&[]));
         let expected = Tied {
             untied: false,
             key: Some(true),
-            embed: kept(EMBED_TOKENS, "base"),
-            head: kept(LM_HEAD, "base"),
+            embed: if_stored(EMBED_TOKENS, "base"),
+            head: if_stored(LM_HEAD, "base"),
         };
         assert_eq!(tied, expected, "{stored:?}");
         // One of the two saved: now two tensors.
@@ -293,8 +293,12 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
         config.ensure_weight_tying = true;
         let (_dir, tied) = merge_tied(stored, &config, &with(&[&embed]));
         let new = "saved embedding";
-        let expected =
-            Tied { untied: false, key: Some(true), embed: kept(EMBED_TOKENS, new), head: kept(LM_HEAD, new) };
+        let expected = Tied {
+            untied: false,
+            key: Some(true),
+            embed: if_stored(EMBED_TOKENS, new),
+            head: if_stored(LM_HEAD, new),
+        };
         assert_eq!(tied, expected, "{stored:?}");
         config.ensure_weight_tying = false;
     }

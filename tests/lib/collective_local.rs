@@ -169,12 +169,12 @@ fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
         let shard = memory(values::<T>(seed, rank, elements));
         let full = zeros::<T>(elements * size);
         let in_place = zeros::<T>(elements * size);
-        let place = view::<T>(&in_place, rank * elements, elements);
+        let own_part = view::<T>(&in_place, rank * elements, elements);
         let ticket = end.start_all_gather(call(0), &shard, &full)?;
         end.finish(ticket)?;
         assert_eq!(read::<T>(&full), all, "all_gather");
         let bytes = elements * T::ELEMENT.bytes();
-        let (from, to) = (shard.address(), place.address());
+        let (from, to) = (shard.address(), own_part.address());
         // SAFETY: two memories of this size.
         unsafe {
             std::ptr::copy_nonoverlapping(
@@ -183,7 +183,7 @@ fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
                 bytes,
             );
         }
-        let ticket = end.start_all_gather(call(1), &place, &in_place)?;
+        let ticket = end.start_all_gather(call(1), &own_part, &in_place)?;
         end.finish(ticket)?;
         assert_eq!(read::<T>(&in_place), all, "all_gather in place");
         for root in 0..size {
@@ -261,18 +261,18 @@ fn across_is_exact<T: Value>(
 ) {
     let run = move |end: InProcess| {
         let rank = end.rank();
-        let (group, place) =
+        let (group, member) =
             if apart { (rank % replicas, rank / replicas) } else { (rank / shards, rank % shards) };
         let inner = end.split(group)?;
-        let outer = end.split(place)?;
-        assert_eq!((inner.rank(), inner.size()), (place, shards));
+        let outer = end.split(member)?;
+        assert_eq!((inner.rank(), inner.size()), (member, shards));
         assert_eq!((outer.rank(), outer.size()), (group, replicas));
         let full = memory(values::<T>(seed, rank, elements * shards));
         let shard =
-            if in_place { view::<T>(&full, place * elements, elements) } else { zeros::<T>(elements) };
+            if in_place { view::<T>(&full, member * elements, elements) } else { zeros::<T>(elements) };
         across(&*inner, call(7), &*outer, &full, &shard)?;
         let expected = sums::<T>(seed, shards * replicas, elements * shards);
-        assert_eq!(read::<T>(&shard), expected[place * elements..(place + 1) * elements]);
+        assert_eq!(read::<T>(&shard), expected[member * elements..(member + 1) * elements]);
         // Counts the bytes of the two calls that it replaces.
         let bytes = (elements * T::ELEMENT.bytes()) as u64;
         assert_eq!(inner.traffic().bytes(Op::ReduceScatter), bytes * (shards as u64 - 1));

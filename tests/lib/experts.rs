@@ -68,18 +68,21 @@ fn value_and_gradients_are_those_of_transformers() -> Result<()> {
         let engine = base.engine(Trains::All, &options)?;
         let mut trainer = Trainer::new(engine, trainer_options(wanted("coef")))?;
         let result = trainer.step(&Step::new(vec![packed(&sequences)], 1.0))?;
-        let (found, theirs) = (result.experts.balance, wanted("aux_loss_f64"));
-        assert!((found / theirs - 1.0).abs() < 1e-5, "{name}: {found}, transformers {theirs}");
-        let (found, theirs) = (result.grad_norm, wanted("grad_norm"));
-        assert!((found / theirs - 1.0).abs() < 1e-4, "{name}: gradient norm {found}, transformers {theirs}");
+        let (actual, theirs) = (result.experts.balance, wanted("aux_loss_f64"));
+        assert!((actual / theirs - 1.0).abs() < 1e-5, "{name}: {actual}, transformers {theirs}");
+        let (actual, theirs) = (result.grad_norm, wanted("grad_norm"));
+        assert!(
+            (actual / theirs - 1.0).abs() < 1e-4,
+            "{name}: gradient norm {actual}, transformers {theirs}"
+        );
         let mut compared = 0;
         for stored in files.names().filter(|stored| stored.starts_with("grad_aux.")) {
             let mut wanted = vec![0f32; files.info(stored).unwrap().elements()];
             files.read_f32(stored, &mut wanted)?;
             let own = stored.trim_start_matches("grad_aux.").replace("mlp.gate", router);
             let largest = wanted.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-            for (found, wanted) in gradient(&trainer, &own).into_iter().zip(wanted) {
-                assert!((found - wanted).abs() < 1e-4 * largest, "{name} {own}: {found}, wanted {wanted}");
+            for (actual, wanted) in gradient(&trainer, &own).into_iter().zip(wanted) {
+                assert!((actual - wanted).abs() < 1e-4 * largest, "{name} {own}: {actual}, wanted {wanted}");
             }
             compared += 1;
         }
@@ -100,7 +103,7 @@ fn run(ranks: usize, at_once: usize) -> StepResult {
         let kind = if ranks == 1 { ShardingStrategy::Single } else { ShardingStrategy::Fsdp };
         let options = EngineOptions {
             mesh: DeviceMesh::new(kind, world)?,
-            reducing: GradReduceOptions { accumulates: true, dtype: DType::F32, kept: DType::F32 },
+            reducing: GradReduceOptions { accumulates: true, dtype: DType::F32, block_dtype: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let base = logits::base(&golden_of_family("models/tiny-qwen3-moe"));
@@ -123,14 +126,14 @@ fn splits_of_a_step_balance_alike() {
     for (ranks, at_once) in [(1, 1), (1, 2), (2, 2), (2, 1), (2, 4), (2, 3)] {
         let split = run(ranks, at_once);
         assert_eq!(split.experts.picks, whole.experts.picks, "{ranks} ranks, {at_once} at once");
-        for (found, wanted) in [
+        for (actual, wanted) in [
             (split.experts.balance, whole.experts.balance),
             (split.grad_norm, whole.grad_norm),
             (split.loss, whole.loss),
         ] {
             assert!(
-                (found / wanted - 1.0).abs() < 1e-5,
-                "{ranks} ranks, {at_once} at once: {found}, {wanted}"
+                (actual / wanted - 1.0).abs() < 1e-5,
+                "{ranks} ranks, {at_once} at once: {actual}, {wanted}"
             );
         }
     }

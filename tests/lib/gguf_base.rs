@@ -30,10 +30,10 @@ fn digest(values: &[f32]) -> String {
 
 #[test]
 fn blocks_have_the_values_of_gguf_py() {
-    let found = json_of("qbases/gguf_blocks.json");
-    let found = found.as_object().unwrap();
-    assert_eq!(found.len(), BlockType::ALL.len());
-    for (number, golden) in found {
+    let entries = json_of("qbases/gguf_blocks.json");
+    let entries = entries.as_object().unwrap();
+    assert_eq!(entries.len(), BlockType::ALL.len());
+    for (number, golden) in entries {
         let kind = BlockType::of_number(number.parse().unwrap()).unwrap();
         let hex = golden["blocks"].as_str().unwrap();
         let bytes: Vec<u8> =
@@ -145,8 +145,8 @@ fn exported_models_are_themselves_again() {
             settle(&mut own, &mut files).unwrap();
             let kind = stored_type(&files);
             for kind in [GgufType::F32, kind] {
-                let place = tempfile::tempdir().unwrap();
-                let file = place.path().join("model.gguf");
+                let dir = tempfile::tempdir().unwrap();
+                let file = dir.path().join("model.gguf");
                 if write_model(&own, &files, "tiny", kind, &file).is_ok() {
                     is_the_same(&name, &folder, &own, &files, &file);
                     read.push(own.family.gguf.architecture);
@@ -172,8 +172,8 @@ fn experts_in_mxfp4_stay_in_it() {
     let mut own = config(&folder);
     settle(&mut own, &mut files).unwrap();
     for kind in [GgufType::BF16, GgufType::Q8_0] {
-        let place = tempfile::tempdir().unwrap();
-        let file = place.path().join("model.gguf");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.gguf");
         let written = write_model(&own, &files, "tiny", kind, &file).unwrap();
         assert_eq!(written.types["mxfp4"], 3 * own.num_layers(), "gates, ups and second layers");
         let described = described(&file);
@@ -189,18 +189,18 @@ fn experts_in_mxfp4_stay_in_it() {
 /// A model whose file is in two parts.
 #[test]
 fn parts_of_a_split_file_are_one_model() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let whole = std::fs::read(golden("qbases/models/tiny-gguf-q4_0/model.gguf")).unwrap();
     // A second part without tensors and keys.
     let empty = [b"GGUF".as_slice(), &3u32.to_le_bytes(), &[0; 16]].concat();
-    let [first, second] = [1, 2].map(|part| place.path().join(format!("m-0000{part}-of-00002.gguf")));
+    let [first, second] = [1, 2].map(|part| dir.path().join(format!("m-0000{part}-of-00002.gguf")));
     std::fs::write(&first, whole).unwrap();
-    let refused = describe_base(&first, place.path()).unwrap_err().to_string();
+    let refused = describe_base(&first, dir.path()).unwrap_err().to_string();
     assert!(refused.contains("m-00002-of-00002.gguf"), "{refused}");
     std::fs::write(&second, empty).unwrap();
     for path in [first, second] {
-        describe_base(&path, &place.path().join("described")).unwrap();
+        describe_base(&path, &dir.path().join("described")).unwrap();
     }
-    let files = ModelFiles::open(&place.path().join("described")).unwrap();
+    let files = ModelFiles::open(&dir.path().join("described")).unwrap();
     assert_eq!((files.files().len(), files.names().len()), (2, 21));
 }

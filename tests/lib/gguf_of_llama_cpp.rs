@@ -15,12 +15,12 @@ use tempfile::TempDir;
 use crate::gguf_base::{config, described, golden, is_the_same};
 use crate::gguf_contents::Contents;
 use crate::logits::floats;
-use crate::place::copy_folder;
+use crate::test_dir::copy_folder;
 
 /// A golden model, and the file that the export writes of it.
 struct Exported {
     name: &'static str,
-    place: TempDir,
+    dir: TempDir,
     folder: PathBuf,
     own: ModelConfig,
     files: ModelFiles,
@@ -33,11 +33,11 @@ impl Exported {
 
     /// The model with other settings in config.json, which change no shape.
     fn with(name: &'static str, settings: &[(&str, serde_json::Value)]) -> Self {
-        let (place, folder) = (tempfile::tempdir().unwrap(), golden("families/models").join(name));
+        let (dir, folder) = (tempfile::tempdir().unwrap(), golden("families/models").join(name));
         let folder = if settings.is_empty() {
             folder
         } else {
-            let copy = place.path().join("model");
+            let copy = dir.path().join("model");
             copy_folder(&folder, &copy);
             let path = copy.join("config.json");
             let text = std::fs::read_to_string(&path).unwrap();
@@ -49,15 +49,15 @@ impl Exported {
         let mut files = ModelFiles::open(&folder).unwrap();
         let mut own = config(&folder);
         settle(&mut own, &mut files).unwrap();
-        write_model(&own, &files, "tiny", GgufType::F32, &place.path().join("own.gguf")).unwrap();
-        Exported { name, place, folder, own, files }
+        write_model(&own, &files, "tiny", GgufType::F32, &dir.path().join("own.gguf")).unwrap();
+        Exported { name, dir, folder, own, files }
     }
 
     /// Writes the file with changes.
     fn changed(&self, change: impl FnOnce(&mut Contents)) -> PathBuf {
-        let mut contents = Contents::of(&self.place.path().join("own.gguf"));
+        let mut contents = Contents::of(&self.dir.path().join("own.gguf"));
         change(&mut contents);
-        let path = self.place.path().join("model.gguf");
+        let path = self.dir.path().join("model.gguf");
         contents.write(&path);
         path
     }
@@ -154,12 +154,12 @@ fn blocks_that_predict_further_tokens_are_skipped() {
         let file = exported.changed(|contents| {
             contents.add(&format!("blk.{layers}.attn_q.weight"), &matrix, GgmlDType::F32)
         });
-        let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+        let refused = describe_base(&file, &exported.dir.path().join("described")).unwrap_err();
         assert!(refused.to_string().contains(&format!("blk.{layers}.attn_q.weight")), "{refused}");
         let file = exported.changed(|contents| {
             contents.keys.insert(format!("{arch}.nextn_predict_layers"), Value::U32(layers));
         });
-        let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+        let refused = describe_base(&file, &exported.dir.path().join("described")).unwrap_err();
         assert!(refused.to_string().contains(&format!("accepted: more than `{arch}.nextn_predict_layers`")));
     }
 }
@@ -177,7 +177,7 @@ fn keys_that_no_block_reads_are_skipped() {
     let note = "finetune skips 3 tensors of keys and values that no block reads";
     assert_eq!(exported.is_in(&file), [note]);
     let file = exported.changed(|contents| contents.add("blk.2.attn_k.bias", &matrix, GgmlDType::F32));
-    let refused = describe_base(&file, &exported.place.path().join("described")).unwrap_err();
+    let refused = describe_base(&file, &exported.dir.path().join("described")).unwrap_err();
     assert!(refused.to_string().contains("`blk.2.attn_k.bias` is no part"), "{refused}");
 }
 
@@ -231,8 +231,8 @@ fn keys_that_do_not_fit_the_tensors_are_refused() {
         let file = exported.changed(|contents| {
             contents.keys.insert(key.to_owned(), value.clone());
         });
-        let place = exported.place.path().join("described");
-        let refused = describe_base(&file, &place).and_then(|()| ModelFiles::open(&place).map(|_| ()));
+        let dir = exported.dir.path().join("described");
+        let refused = describe_base(&file, &dir).and_then(|()| ModelFiles::open(&dir).map(|_| ()));
         let refused = refused.expect_err(key);
         let causes = refused.causes().join("; ");
         assert!(causes.contains(fault), "{key}: {causes}");

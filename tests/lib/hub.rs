@@ -80,17 +80,17 @@ impl World {
 
     /// Returns every file below the cache's parent folder, without following links.
     fn files(&self) -> Vec<PathBuf> {
-        let mut found = Vec::new();
+        let mut paths = Vec::new();
         let mut folders = vec![self.cache.path().to_owned()];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).unwrap() {
                 let entry = entry.unwrap();
                 let is_folder = entry.file_type().unwrap().is_dir();
-                let list = if is_folder { &mut folders } else { &mut found };
+                let list = if is_folder { &mut folders } else { &mut paths };
                 list.push(entry.path());
             }
         }
-        found
+        paths
     }
 
     fn blobs(&self) -> Vec<PathBuf> {
@@ -163,23 +163,23 @@ fn a_fresh_model_and_then_one_request() {
     let repo = single("ada/tiny");
     let commit = repo.commit();
     let world = World::new(vec![repo]);
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(found.id, "ada/tiny");
-    assert_eq!(found.commit.as_deref(), Some(commit.as_str()));
-    assert_eq!(found.note, None);
-    assert_eq!(names(&found.folder), ["config.json", "model.safetensors", "tokenizer.json"]);
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(located.id, "ada/tiny");
+    assert_eq!(located.commit.as_deref(), Some(commit.as_str()));
+    assert_eq!(located.note, None);
+    assert_eq!(names(&located.folder), ["config.json", "model.safetensors", "tokenizer.json"]);
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     let repo_folder = world.cache.path().join("hub/models--ada--tiny");
-    assert_eq!(found.folder, repo_folder.join("snapshots").join(&commit));
+    assert_eq!(located.folder, repo_folder.join("snapshots").join(&commit));
     assert_eq!(std::fs::read_to_string(repo_folder.join("refs/main")).unwrap(), commit);
     let same_layout = hf_hub::Cache::new(world.options.cache_dir.clone()).model("ada/tiny".to_owned());
-    assert_eq!(same_layout.get("config.json"), Some(found.folder.join("config.json")));
+    assert_eq!(same_layout.get("config.json"), Some(located.folder.join("config.json")));
     assert_eq!(world.hub.count("pytorch_model.bin") + world.hub.count(".py"), 0);
     // One description, and a HEAD and a GET for each of three files.
     assert_eq!(world.hub.requests().len(), 7);
 
     world.hub.forget();
-    assert_eq!(world.model("ada/tiny").unwrap(), found);
+    assert_eq!(world.model("ada/tiny").unwrap(), located);
     let lines: Vec<String> = world.hub.requests().into_iter().map(|request| request.path).collect();
     assert_eq!(lines, ["/api/models/ada/tiny/revision/main"]);
 }
@@ -203,7 +203,7 @@ fn events_add_up_to_the_announced_bytes() {
 #[test]
 fn only_the_shards_that_the_index_names() {
     let world = World::new(vec![sharded("ada/big")]);
-    let found = world.model("ada/big").unwrap();
+    let located = world.model("ada/big").unwrap();
     let expected = [
         "additional_chat_templates",
         "config.json",
@@ -211,9 +211,9 @@ fn only_the_shards_that_the_index_names() {
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     ];
-    assert_eq!(names(&found.folder), expected);
-    assert_eq!(read(&found, "additional_chat_templates/tool use.jinja"), b"{{ messages }}");
-    assert_eq!(read(&found, "model-00002-of-00002.safetensors"), weights(2000));
+    assert_eq!(names(&located.folder), expected);
+    assert_eq!(read(&located, "additional_chat_templates/tool use.jinja"), b"{{ messages }}");
+    assert_eq!(read(&located, "model-00002-of-00002.safetensors"), weights(2000));
 }
 
 #[test]
@@ -235,21 +235,21 @@ fn a_branch_with_a_slash_and_a_commit() {
     let repo = single("ada/tiny").revision("refs/pr/1");
     let commit = repo.commit();
     let world = World::new(vec![repo]);
-    let found = locate_model("ada/tiny", "refs/pr/1", &world.options, &mut |_| {}).unwrap();
+    let located = locate_model("ada/tiny", "refs/pr/1", &world.options, &mut |_| {}).unwrap();
     world.hub.forget();
     let pinned = locate_model("ada/tiny", &commit, &world.options, &mut |_| {}).unwrap();
-    assert_eq!(pinned, found);
+    assert_eq!(pinned, located);
     assert_eq!(world.hub.requests().len(), 1);
     let offline = locate_model("ada/tiny", &commit, &world.offline(), &mut |_| {}).unwrap();
-    assert_eq!(offline, found);
+    assert_eq!(offline, located);
 }
 
 #[test]
 fn a_broken_body_is_continued_where_it_broke() {
     let world = World::new(vec![single("ada/tiny")]);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 2, Spoil::BreakAfter(100_000)));
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     let ranges: Vec<Option<String>> = world
         .hub
         .requests()
@@ -273,14 +273,14 @@ fn a_later_run_continues_what_an_earlier_one_left() {
     assert_eq!(part.metadata().unwrap().len(), 123_456);
 
     let mut started_at = 0;
-    let found = locate_model("ada/tiny", "main", &world.options, &mut |event| {
+    let located = locate_model("ada/tiny", "main", &world.options, &mut |event| {
         if let DownloadEvent::Start { file: "model.safetensors", present, .. } = event {
             started_at = present;
         }
     })
     .unwrap();
     assert_eq!(started_at, 123_456);
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     assert_eq!(world.hub.requests().last().unwrap().range.as_deref(), Some("bytes=123456-"));
     assert!(!part.exists());
 }
@@ -291,8 +291,8 @@ fn a_connection_that_stalls_is_broken_off() {
     // Without a stall the hub answers within that time, also on a busy machine.
     world.options.retry.stall = Duration::from_secs(5);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::StallAfter(2000)));
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     assert_eq!(world.hub.requests().last().unwrap().range.as_deref(), Some("bytes=2000-"));
 }
 
@@ -301,8 +301,8 @@ fn a_server_without_ranges_begins_again() {
     let world = World::new(vec![single("ada/tiny")]);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::BreakAfter(100_000)));
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::IgnoreRange));
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
 }
 
 #[test]
@@ -315,9 +315,9 @@ fn what_an_earlier_run_left_damaged_is_fetched_anew() {
         world.blobs().into_iter().find(|path| path.extension().is_some_and(|end| end == "part")).unwrap();
     for bytes in [vec![0; 1000], vec![0; 400_000], vec![0; 500_000]] {
         std::fs::write(&part, bytes).unwrap();
-        let found = world.model("ada/tiny").unwrap();
-        assert_eq!(read(&found, "model.safetensors"), weights(400_000));
-        std::fs::rename(std::fs::canonicalize(found.folder.join("model.safetensors")).unwrap(), &part)
+        let located = world.model("ada/tiny").unwrap();
+        assert_eq!(read(&located, "model.safetensors"), weights(400_000));
+        std::fs::rename(std::fs::canonicalize(located.folder.join("model.safetensors")).unwrap(), &part)
             .unwrap();
     }
 }
@@ -328,9 +328,9 @@ fn damaged_bytes_are_fetched_once_more_and_never_kept() {
         for spoil in [Spoil::Damage, Spoil::Lengthen(10)] {
             let world = World::new(vec![single("ada/tiny")]);
             world.hub.fault(Fault::new(&["GET", file], 1, spoil.clone()));
-            let found = world.model("ada/tiny").unwrap();
-            assert_eq!(read(&found, "model.safetensors"), weights(400_000));
-            assert_eq!(read(&found, "config.json"), b"{}");
+            let located = world.model("ada/tiny").unwrap();
+            assert_eq!(read(&located, "model.safetensors"), weights(400_000));
+            assert_eq!(read(&located, "config.json"), b"{}");
 
             let world = World::new(vec![single("ada/tiny")]);
             world.hub.fault(Fault::new(&["GET", file], 9, spoil));
@@ -361,8 +361,8 @@ fn a_short_body_is_not_taken_for_the_file() {
 #[test]
 fn an_empty_file_is_a_file() {
     let world = World::new(vec![single("ada/tiny").file("special_tokens_map.json", "")]);
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "special_tokens_map.json"), b"");
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "special_tokens_map.json"), b"");
 }
 
 #[test]
@@ -415,8 +415,8 @@ fn a_token_that_the_hub_does_not_know() {
 fn the_token_stays_with_the_hub() {
     let hub = HubDouble::start_with_cdn(vec![single("ada/tiny").access(Access::Private { good: SECRET })]);
     let world = World::with(hub).with_token();
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     let (cdn, hub): (Vec<_>, Vec<_>) =
         world.hub.requests().into_iter().partition(|request| request.host.starts_with("localhost"));
     assert_eq!(cdn.len(), 1);
@@ -459,8 +459,8 @@ fn the_token_goes_to_no_other_port_of_the_host() {
             let path = format!("/ada/tiny/resolve/{commit}/{file}");
             redirect(&world.hub, &[&path], &path, elsewhere.url(), status);
         }
-        let found = world.model("ada/tiny").unwrap();
-        assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+        let located = world.model("ada/tiny").unwrap();
+        assert_eq!(read(&located, "model.safetensors"), weights(400_000));
         let away = elsewhere.requests();
         // The description, and a HEAD and a GET for each of three files.
         assert_eq!(away.len(), 7, "{status}: {away:?}");
@@ -521,8 +521,8 @@ fn a_refusal_behind_a_redirect_says_that_the_token_stayed_behind() {
 fn a_resumed_download_behind_a_redirect() {
     let world = World::with(HubDouble::start_with_cdn(vec![single("ada/tiny")]));
     world.hub.fault(Fault::new(&["GET /cdn"], 1, Spoil::BreakAfter(5000)));
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     let last = world.hub.requests().pop().unwrap();
     assert_eq!((last.path.starts_with("/cdn"), last.range.as_deref()), (true, Some("bytes=5000-")));
 }
@@ -542,8 +542,8 @@ fn a_renamed_repository_is_followed() {
         let target = format!("/ada/new/resolve/{commit}/{file}");
         world.hub.fault(Fault::new(&["/ada/old/resolve", file], 9, moved(target)));
     }
-    let found = world.model("ada/old").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/old").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
 }
 
 #[test]
@@ -645,17 +645,17 @@ fn metas_original_is_answered_by_its_sibling() {
         .lfs("consolidated.00.pth", "pickle")
         .lfs("tokenizer.model", "pieces");
     let world = World::new(vec![original.clone(), single("meta/Llama-2-7b-hf")]);
-    let found = world.model("meta/Llama-2-7b").unwrap();
-    assert_eq!(found.id, "meta/Llama-2-7b-hf");
-    let note = found.note.clone().unwrap();
+    let located = world.model("meta/Llama-2-7b").unwrap();
+    assert_eq!(located.id, "meta/Llama-2-7b-hf");
+    let note = located.note.clone().unwrap();
     assert!(note.contains("using `meta/Llama-2-7b-hf`"), "{note}");
     assert_eq!(world.hub.count("consolidated"), 0);
     let headers = locate_model_headers("meta/Llama-2-7b", "main", &world.options, &mut |_| {}).unwrap();
-    assert_eq!(headers, found);
+    assert_eq!(headers, located);
 
     world.hub.forget();
     let offline = locate_model("meta/Llama-2-7b", "main", &world.offline(), &mut |_| {}).unwrap();
-    assert_eq!(offline, found);
+    assert_eq!(offline, located);
     assert_eq!(world.hub.requests().len(), 0);
 
     let world = World::new(vec![original]);
@@ -677,10 +677,10 @@ fn a_gated_sibling_says_so() {
 fn one_gguf_file_is_a_model() {
     let repo = RepoDouble::model("ada/one").file("README.md", "").lfs("m.gguf", "gguf");
     let mut world = World::new(vec![repo]);
-    let found = world.model("ada/one").unwrap();
-    assert_eq!(std::fs::read(found.folder.join("m.gguf")).unwrap(), b"gguf");
+    let located = world.model("ada/one").unwrap();
+    assert_eq!(std::fs::read(located.folder.join("m.gguf")).unwrap(), b"gguf");
     world.options.offline = true;
-    assert_eq!(world.model("ada/one").unwrap().folder, found.folder);
+    assert_eq!(world.model("ada/one").unwrap().folder, located.folder);
 }
 
 #[test]
@@ -714,14 +714,14 @@ fn offline_uses_the_cache_and_no_socket() {
     assert!(text.contains("without `--offline`"), "{text}");
     assert_eq!(world.hub.requests().len(), 0);
 
-    let found = world.model("ada/big").unwrap();
+    let located = world.model("ada/big").unwrap();
     world.hub.forget();
-    assert_eq!(locate("ada/big", "main").unwrap(), found);
+    assert_eq!(locate("ada/big", "main").unwrap(), located);
     assert!(locate("ada/big", "other").is_err());
-    std::fs::remove_file(found.folder.join("model-00002-of-00002.safetensors")).unwrap();
+    std::fs::remove_file(located.folder.join("model-00002-of-00002.safetensors")).unwrap();
     let text = locate("ada/big", "main").unwrap_err().to_string();
     assert!(text.contains("not complete") && text.contains("model-00002-of-00002.safetensors"), "{text}");
-    std::fs::remove_file(found.folder.join("config.json")).unwrap();
+    std::fs::remove_file(located.folder.join("config.json")).unwrap();
     assert!(locate("ada/big", "main").unwrap_err().to_string().contains("has no config.json"));
     assert_eq!(world.hub.requests().len(), 0);
 }
@@ -744,9 +744,9 @@ fn a_blob_that_another_revision_brought_is_not_fetched_again() {
     let hub = HubDouble::start(vec![second]);
     let mut options = HubOptions::new(hub.url(), world.cache.path().join("hub")).unwrap();
     options.retry = world.options.retry.clone();
-    let found = locate_model("ada/tiny", "v2", &options, &mut |_| {}).unwrap();
-    assert_eq!(read(&found, "config.json"), b"{\"v\":2}");
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = locate_model("ada/tiny", "v2", &options, &mut |_| {}).unwrap();
+    assert_eq!(read(&located, "config.json"), b"{\"v\":2}");
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     assert_eq!(hub.count("GET /ada/tiny/resolve"), 1);
 }
 
@@ -849,8 +849,8 @@ fn a_folder_wins_over_the_hub() {
         folder.path()
     );
     std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
-    let found = world.model(path).unwrap();
-    assert_eq!((found.folder.as_path(), found.commit), (folder.path(), None));
+    let located = world.model(path).unwrap();
+    assert_eq!((located.folder.as_path(), located.commit), (folder.path(), None));
     assert!(world.refused(&format!("{path}/config.json")).contains("is a file"));
     assert!(world.refused(&format!("{path}/nope")).contains("there is no file or folder"));
     let rows = folder.path().join("rows.jsonl");
@@ -874,14 +874,14 @@ fn data_sets() {
         RepoDouble::dataset("ada/script").revision("refs/convert/parquet").lfs("d/0000.parquet", "PAR1");
     let script = RepoDouble::dataset("ada/only-script").file("script.py", "");
     let world = World::new(vec![rows, converted, script]);
-    let found = world.dataset("ada/rows").unwrap();
-    assert_eq!(names(&found.folder), ["README.md", "train.jsonl"]);
-    assert_eq!(found.rows, [found.folder.join("train.jsonl")]);
+    let located = world.dataset("ada/rows").unwrap();
+    assert_eq!(names(&located.folder), ["README.md", "train.jsonl"]);
+    assert_eq!(located.rows, [located.folder.join("train.jsonl")]);
     let held_out =
         |options: &HubOptions| locate_dataset("ada/rows", RowsFor::Evaluation, options, &mut |_| {});
-    let found = held_out(&world.options).unwrap();
-    assert_eq!(found.rows, [found.folder.join("data/test.jsonl")]);
-    assert_eq!(read(&found, "data/test.jsonl"), b"{\"text\":\"b\"}\n");
+    let located = held_out(&world.options).unwrap();
+    assert_eq!(located.rows, [located.folder.join("data/test.jsonl")]);
+    assert_eq!(read(&located, "data/test.jsonl"), b"{\"text\":\"b\"}\n");
     let converted = world.dataset("ada/script@refs/convert/parquet").unwrap();
     assert_eq!(read(&converted, "d/0000.parquet"), b"PAR1");
     let text = world.dataset("ada/only-script").unwrap_err().to_string();
@@ -895,7 +895,7 @@ fn data_sets() {
 
     world.hub.forget();
     let offline = held_out(&world.offline()).unwrap();
-    assert_eq!(offline.rows, found.rows);
+    assert_eq!(offline.rows, located.rows);
     assert!(offline.note.unwrap().contains("1 cached file(s)"));
     assert!(locate_dataset("ada/none", RowsFor::Training, &world.offline(), &mut |_| {}).is_err());
     assert_eq!(world.hub.requests().len(), 0);
@@ -906,30 +906,30 @@ fn a_fresh_adapter_then_one_request_then_none() {
     let repo = lora("ada/lora");
     let commit = repo.commit();
     let world = World::new(vec![repo]);
-    let found = world.adapter("ada/lora").unwrap();
-    assert_eq!((found.id.as_str(), found.commit.as_deref()), ("ada/lora", Some(commit.as_str())));
-    assert_eq!(found.note, None);
+    let located = world.adapter("ada/lora").unwrap();
+    assert_eq!((located.id.as_str(), located.commit.as_deref()), ("ada/lora", Some(commit.as_str())));
+    assert_eq!(located.note, None);
     let expected =
         ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json"];
-    assert_eq!(names(&found.folder), expected);
-    assert_eq!(read(&found, "adapter_model.safetensors"), weights(50_000));
-    assert_eq!(read(&found, "adapter_config.json"), b"{\"peft_type\":\"LORA\"}");
+    assert_eq!(names(&located.folder), expected);
+    assert_eq!(read(&located, "adapter_model.safetensors"), weights(50_000));
+    assert_eq!(read(&located, "adapter_config.json"), b"{\"peft_type\":\"LORA\"}");
     // One description, and a HEAD and a GET for each of four files.
     assert_eq!(world.hub.requests().len(), 9);
 
     world.hub.forget();
-    assert_eq!(world.adapter("hf://ada/lora").unwrap(), found);
+    assert_eq!(world.adapter("hf://ada/lora").unwrap(), located);
     let lines: Vec<String> = world.hub.requests().into_iter().map(|request| request.path).collect();
     assert_eq!(lines, ["/api/models/ada/lora/revision/main"]);
 
     world.hub.forget();
     let offline = |id: &str, revision: &str| locate_adapter(id, revision, &world.offline(), &mut |_| {});
-    assert_eq!(offline("ada/lora", "main").unwrap(), found);
-    assert_eq!(offline("ada/lora", &commit).unwrap(), found);
+    assert_eq!(offline("ada/lora", "main").unwrap(), located);
+    assert_eq!(offline("ada/lora", &commit).unwrap(), located);
     assert!(offline("ada/lora", "other").is_err());
     let text = offline("ada/none", "main").unwrap_err().to_string();
     assert!(text.contains("adapter `ada/none` is not in the cache, and this run is offline"), "{text}");
-    std::fs::remove_file(found.folder.join("adapter_model.safetensors")).unwrap();
+    std::fs::remove_file(located.folder.join("adapter_model.safetensors")).unwrap();
     let text = offline("ada/lora", "main").unwrap_err().to_string();
     assert!(text.contains("not complete") && text.contains("has no adapter_model.safetensors"), "{text}");
     assert_eq!(world.hub.requests().len(), 0);
@@ -946,8 +946,8 @@ fn an_adapter_is_resumed_and_verified() {
     assert!(text.contains("is not in the cache"), "{text}");
 
     world.hub.forget();
-    let found = world.adapter("ada/lora").unwrap();
-    assert_eq!(read(&found, file), weights(50_000));
+    let located = world.adapter("ada/lora").unwrap();
+    assert_eq!(read(&located, file), weights(50_000));
     let ranges: Vec<_> = world.hub.requests().into_iter().filter_map(|request| request.range).collect();
     assert_eq!(ranges, ["bytes=20000-"]);
 
@@ -1011,8 +1011,8 @@ fn a_cached_model_is_no_adapter_offline_and_the_other_way_round() {
     let text = locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap_err().to_string();
     assert!(text.contains("adapter `ada/both` is not complete in the cache"), "{text}");
     assert!(text.contains("the cached files of it are those of a model"), "{text}");
-    let found = world.adapter("ada/both").unwrap();
-    assert_eq!(locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap(), found);
+    let located = world.adapter("ada/both").unwrap();
+    assert_eq!(locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap(), located);
 
     let world = World::new(vec![lora("ada/lora")]);
     world.adapter("ada/lora").unwrap();
@@ -1039,8 +1039,8 @@ fn an_adapter_in_a_folder() {
         "{text}"
     );
     put("adapter_model.safetensors");
-    let found = world.adapter(path).unwrap();
-    assert_eq!((found.id.as_str(), found.folder.as_path(), found.commit), (path, folder.path(), None));
+    let located = world.adapter(path).unwrap();
+    assert_eq!((located.id.as_str(), located.folder.as_path(), located.commit), (path, folder.path(), None));
     let text = world.refused_adapter(&format!("{path}/adapter_model.safetensors"));
     assert!(
         text.contains("is a file") && text.contains("the folder that holds adapter_config.json"),

@@ -109,9 +109,9 @@ fn flags_come_first() {
         master_addr: Some("10.0.0.1".to_owned()),
         master_port: Some(4000),
     };
-    let found = detect(&flags, TORCHRUN).unwrap();
-    assert_eq!((found.source, places(&found)), (LaunchSource::Flags, [8, 4, 1, 16]));
-    assert_eq!(found.master, master("10.0.0.1", 4000, 1));
+    let detected = detect(&flags, TORCHRUN).unwrap();
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::Flags, [8, 4, 1, 16]));
+    assert_eq!(detected.master, master("10.0.0.1", 4000, 1));
     let by_variable = Flags { master_addr: None, master_port: None, ..flags.clone() };
     assert_eq!(detect(&by_variable, &[("MASTER_ADDR", "a")]).unwrap().master, master("a", 29_500, 1));
     assert!(text(detect(&by_variable, &[]).unwrap_err()).contains("MASTER_ADDR is not set"));
@@ -139,26 +139,26 @@ fn flags_come_first() {
 
 #[test]
 fn torchrun_leaves_its_port_to_the_agent() {
-    let found = launch(TORCHRUN);
-    assert_eq!((found.source, places(&found)), (LaunchSource::Torchrun, [5, 1, 1, 8]));
-    assert_eq!(found.host, Some(LocalRank { index: 1, count: 2 }));
-    assert_eq!(found.local_world_size, Some(4));
-    assert_eq!((found.master, found.run.as_str()), (master("node-a", 29_501, 16), "job7"));
+    let detected = launch(TORCHRUN);
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::Torchrun, [5, 1, 1, 8]));
+    assert_eq!(detected.host, Some(LocalRank { index: 1, count: 2 }));
+    assert_eq!(detected.local_world_size, Some(4));
+    assert_eq!((detected.master, detected.run.as_str()), (master("node-a", 29_501, 16), "job7"));
     let own = with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "False")]);
     assert_eq!(launch(&own).master, master("node-a", 29_500, 1));
     let flags = Flags { ranks_here: Some(2), master_port: Some(4000), ..Flags::default() };
-    let found = detect(&flags, TORCHRUN).unwrap();
-    assert_eq!((places(&found), found.local_world_size), ([10, 2, 2, 16], Some(8)));
-    assert_eq!(found.master, master("node-a", 4000, 1));
+    let detected = detect(&flags, TORCHRUN).unwrap();
+    assert_eq!((places(&detected), detected.local_world_size), ([10, 2, 2, 16], Some(8)));
+    assert_eq!(detected.master, master("node-a", 4000, 1));
 }
 
 #[test]
 fn rank_and_world_size_are_enough() {
     // A PyTorchJob or a script: each process counts as the first on its host.
     let job = [("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "job-master-0"), ("MASTER_PORT", "23456")];
-    let found = launch(&job);
-    assert_eq!((places(&found), found.host, found.local_world_size), ([1, 1, 0, 3], None, None));
-    assert_eq!(found.master, master("job-master-0", 23_456, 1));
+    let detected = launch(&job);
+    assert_eq!((places(&detected), detected.host, detected.local_world_size), ([1, 1, 0, 3], None, None));
+    assert_eq!(detected.master, master("job-master-0", 23_456, 1));
     let local = with(&job, &[("LOCAL_RANK", "2")]);
     assert_eq!(launch(&local).local_rank, 2);
     let spread = with(&job, &[("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "3")]);
@@ -196,19 +196,19 @@ fn contradicting_variables_are_named() {
 
 #[test]
 fn slurm_steps_are_understood() {
-    let found = launch(SLURM);
-    assert_eq!((found.source, places(&found)), (LaunchSource::Slurm, [3, 1, 1, 5]));
-    assert_eq!((found.host, found.local_world_size), (Some(LocalRank { index: 1, count: 3 }), Some(2)));
+    let detected = launch(SLURM);
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::Slurm, [3, 1, 1, 5]));
+    assert_eq!((detected.host, detected.local_world_size), (Some(LocalRank { index: 1, count: 3 }), Some(2)));
     // (1234567 + 2) mod 256 = 137 blocks of 16 ports from 61440 on.
-    assert_eq!(found.master, master("gpu003", 61_440 + 16 * 137, 16));
-    assert_eq!(found.run, "slurm 1234567.2");
+    assert_eq!(detected.master, master("gpu003", 61_440 + 16 * 137, 16));
+    assert_eq!(detected.run, "slurm 1234567.2");
     let named = with(SLURM, &[("MASTER_ADDR", "10.1.1.1"), ("MASTER_PORT", "4000"), ("WORLD_SIZE", "5")]);
     assert_eq!(launch(&named).master, master("10.1.1.1", 4000, 1));
     // One task a node, with its ranks as threads; a script's WORLD_SIZE may count either.
     let flags = Flags { ranks_here: Some(8), ..Flags::default() };
     for world in ["5", "40"] {
-        let found = detect(&flags, &with(SLURM, &[("WORLD_SIZE", world)])).unwrap();
-        assert_eq!(places(&found), [24, 8, 8, 40]);
+        let detected = detect(&flags, &with(SLURM, &[("WORLD_SIZE", world)])).unwrap();
+        assert_eq!(places(&detected), [24, 8, 8, 40]);
     }
     // A step on part of the job.
     let part = with(
@@ -274,13 +274,13 @@ fn a_batch_script_is_not_a_step() {
 
 #[test]
 fn open_mpi_is_understood_also_inside_a_slurm_job() {
-    let found = launch(OPEN_MPI);
-    assert_eq!((found.source, places(&found)), (LaunchSource::OpenMpi, [1, 1, 1, 2]));
-    assert_eq!(found.host, Some(LocalRank { index: 0, count: 1 }));
-    let at = found.master.unwrap();
+    let detected = launch(OPEN_MPI);
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::OpenMpi, [1, 1, 1, 2]));
+    assert_eq!(detected.host, Some(LocalRank { index: 0, count: 1 }));
+    let at = detected.master.unwrap();
     assert_eq!((at.address.as_str(), at.ports, at.port % 16), ("127.0.0.1", 16, 0));
     assert!(at.port >= 61_440);
-    assert_eq!(found.run, "2070216705");
+    assert_eq!(detected.run, "2070216705");
 
     let spread = with(OPEN_MPI, &[("OMPI_COMM_WORLD_LOCAL_SIZE", "1"), ("OMPI_COMM_WORLD_LOCAL_RANK", "0")]);
     let error = refused(&spread);
@@ -293,9 +293,9 @@ fn open_mpi_is_understood_also_inside_a_slurm_job() {
     // mpirun's daemon is a Slurm task, whose variables its processes inherit.
     let inside =
         with(&spread, &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_NODELIST", "n[1-2]")]);
-    let found = launch(&inside);
+    let detected = launch(&inside);
     assert_eq!(
-        (found.source, found.rank, found.master.unwrap().address),
+        (detected.source, detected.rank, detected.master.unwrap().address),
         (LaunchSource::OpenMpi, 1, "n1".to_owned())
     );
 
@@ -312,16 +312,19 @@ fn open_mpi_is_understood_also_inside_a_slurm_job() {
 #[test]
 fn pmi_launchers_are_understood() {
     let hydra = [("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")];
-    let found = launch(&hydra);
-    assert_eq!((found.source, places(&found)), (LaunchSource::Pmi, [3, 1, 3, 4]));
-    assert_eq!(found.master.unwrap().address, "127.0.0.1");
+    let detected = launch(&hydra);
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::Pmi, [3, 1, 3, 4]));
+    assert_eq!(detected.master.unwrap().address, "127.0.0.1");
     assert!(refused(&with(&hydra, &[("PMI_SIZE", "")])).contains("PMI_SIZE is not set"));
 
     let pmix = [("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "x"), ("MASTER_ADDR", "a")];
     let error = refused(&pmix);
     assert!(error.contains("WORLD_SIZE is not set, although PMIX_RANK is"), "{error}");
-    let found = launch(&with(&pmix, &[("WORLD_SIZE", "2")]));
-    assert_eq!((found.source, places(&found), found.run.as_str()), (LaunchSource::Pmi, [1, 1, 0, 2], "x"));
+    let detected = launch(&with(&pmix, &[("WORLD_SIZE", "2")]));
+    assert_eq!(
+        (detected.source, places(&detected), detected.run.as_str()),
+        (LaunchSource::Pmi, [1, 1, 0, 2], "x")
+    );
 
     // srun --mpi=pmi2 sets the same values twice; Hydra inside a job sets different ones.
     let srun = with(SLURM, &[("PMI_RANK", "3"), ("PMI_SIZE", "5")]);
@@ -337,10 +340,10 @@ fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
     assert_eq!(launch(&pod).source, LaunchSource::Alone);
     let joined = with(&pod, &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "tune-0.tune")]);
     let flags = Flags { ranks_here: Some(8), ..Flags::default() };
-    let found = detect(&flags, &joined).unwrap();
-    assert_eq!((found.source, places(&found)), (LaunchSource::KubernetesIndexedJob, [16, 8, 0, 32]));
-    assert_eq!(found.host, Some(LocalRank { index: 2, count: 4 }));
-    assert_eq!(found.master, master("tune-0.tune", 29_500, 1));
+    let detected = detect(&flags, &joined).unwrap();
+    assert_eq!((detected.source, places(&detected)), (LaunchSource::KubernetesIndexedJob, [16, 8, 0, 32]));
+    assert_eq!(detected.host, Some(LocalRank { index: 2, count: 4 }));
+    assert_eq!(detected.master, master("tune-0.tune", 29_500, 1));
     let error = refused(&with(&pod, &[("WORLD_SIZE", "4")]));
     assert!(
         error.contains("MASTER_ADDR is not set") && error.contains("MASTER_ADDR=tune-0.SERVICE"),

@@ -16,11 +16,11 @@ mod golden_files;
 mod hub_double;
 #[path = "../support/logits.rs"]
 mod logits;
-#[allow(dead_code, reason = "saving needs a part of it")]
-#[path = "../support/place.rs"]
-mod place;
 #[path = "../support/skipped.rs"]
 mod skipped;
+#[allow(dead_code, reason = "saving needs a part of it")]
+#[path = "../support/test_dir.rs"]
+mod test_dir;
 
 mod adapter;
 mod adapter_switch;
@@ -36,6 +36,7 @@ mod launch;
 mod mapped_files;
 mod merge;
 mod model;
+mod neftune;
 mod objective;
 mod offload;
 mod ops;

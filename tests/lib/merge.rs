@@ -178,17 +178,17 @@ fn only_linear_layers_of_blocks_are_quantized() {
     let quantized = ModelFiles::open(&golden("quant/tiny-llama-bnb-nf4")).expect("opens");
     for name in stored.names().filter(|name| !name.contains("q_proj") && !name.contains("v_proj")) {
         let linear = name.contains("_proj");
-        let (found, original) = (floats(&ours, name), floats(&stored, name));
+        let (actual, original) = (floats(&ours, name), floats(&stored, name));
         if !linear {
-            assert!(found == original, "{name}");
+            assert!(actual == original, "{name}");
             continue;
         }
         let expected = floats(&quantized, name);
-        let equal = found.iter().zip(&expected).filter(|(ours, theirs)| ours == theirs).count();
-        assert!(equal * 100 > found.len() * 95, "{name}: {equal} of {}", found.len());
+        let equal = actual.iter().zip(&expected).filter(|(ours, theirs)| ours == theirs).count();
+        assert!(equal * 100 > actual.len() * 95, "{name}: {equal} of {}", actual.len());
         let near = |(ours, theirs): (&f32, &f32)| (ours - theirs).abs() <= 0.02 * theirs.abs();
-        assert!(found.iter().zip(&expected).all(near), "{name}");
-        assert!(found != original, "{name}");
+        assert!(actual.iter().zip(&expected).all(near), "{name}");
+        assert!(actual != original, "{name}");
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::golden_files::{golden_of_family, names_in_checkpoint, sample};
 use crate::logits;
-use crate::place::tiny_models;
+use crate::test_dir::tiny_models;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{Engine, MicroStep, TokenSampler};
@@ -78,13 +78,13 @@ fn notes_of_keys_that_no_block_reads_say_what_is_written() {
         settle(&mut config, &mut files).unwrap();
         let of_keys = files.warnings().filter(|note| note.contains("of keys and values"));
         let of_keys: Vec<String> = of_keys.map(str::to_owned).collect();
-        (of_keys, files.kept().count())
+        (of_keys, files.retained().count())
     };
     let named =
         |count| format!("{count} tensors of keys and values of blocks that read those of another block");
     text["quantization_config"] = quantization.clone();
     let keys = ["k_proj", "v_proj"].map(|part| format!("model.layers.3.self_attn.{part}"));
-    let (notes, kept) = notes_of(&text, "model.", &keys.each_ref().map(String::as_str));
+    let (notes, retained) = notes_of(&text, "model.", &keys.each_ref().map(String::as_str));
     assert_eq!(
         notes,
         [
@@ -92,13 +92,13 @@ fn notes_of_keys_that_no_block_reads_say_what_is_written() {
             format!("{} are neither used nor written", named(2))
         ]
     );
-    assert_eq!(kept, 2);
+    assert_eq!(retained, 2);
     let whole = json!({ "model_type": "gemma4", "text_config": text, "tie_word_embeddings": true,
         "architectures": ["Gemma4ForConditionalGeneration"], "quantization_config": quantization,
         "vision_config": { "model_type": "gemma4_vision", "hidden_size": 8 } });
-    let (notes, kept) = notes_of(&whole, "model.language_model.", &["model.vision_tower.proj"]);
+    let (notes, retained) = notes_of(&whole, "model.language_model.", &["model.vision_tower.proj"]);
     assert_eq!(notes, [format!("{} are neither used nor written", named(2))]);
-    assert_eq!(kept, 0);
+    assert_eq!(retained, 0);
 }
 
 #[test]
@@ -127,6 +127,7 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
         reference: None,
         recompute,
         dropout: None,
+        noise: None,
         balance: None,
         last: true,
         graphs: None,
@@ -436,14 +437,14 @@ fn every_rope_equals_transformers() -> Result<()> {
     let together = packed(&sequences.clone().map(|(_, ids)| ids));
     for (name, case) in &cases {
         let shared = folder.join(case["model"].as_str().unwrap());
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let config = std::fs::read_to_string(shared.join("config.json")).unwrap();
         let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&config).unwrap();
         config.extend(case["config"].as_object().unwrap().clone());
-        std::fs::write(place.path().join("config.json"), serde_json::to_vec(&config).unwrap()).unwrap();
-        std::fs::copy(shared.join("model.safetensors"), place.path().join("model.safetensors")).unwrap();
+        std::fs::write(dir.path().join("config.json"), serde_json::to_vec(&config).unwrap()).unwrap();
+        std::fs::copy(shared.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
         let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-        let engine = logits::base(place.path()).engine(Trains::All, &options)?;
+        let engine = logits::base(dir.path()).engine(Trains::All, &options)?;
 
         let mut alone = Vec::new();
         for (length, ids) in &sequences {

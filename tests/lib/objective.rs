@@ -112,7 +112,7 @@ fn train_after(
         let accumulates = micro_batches as usize > ranks;
         let options = EngineOptions {
             mesh: DeviceMesh::new(strategy, world)?,
-            reducing: GradReduceOptions { accumulates, dtype: DType::F32, kept: DType::F32 },
+            reducing: GradReduceOptions { accumulates, dtype: DType::F32, block_dtype: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
@@ -145,8 +145,8 @@ fn another_objective_trains_to_the_same_bits_on_one_rank_and_two() {
     for step in &alone.steps {
         // All positions of two micro-batches; the mean is over their four samples.
         let wanted = [("positions", 48.0), ("twice the loss", 2.0 * 4.0 * step.loss)];
-        let found: Vec<_> = step.metrics.iter().map(|metric| (metric.name, metric.sum)).collect();
-        assert_eq!(found, wanted);
+        let actual: Vec<_> = step.metrics.iter().map(|metric| (metric.name, metric.sum)).collect();
+        assert_eq!(actual, wanted);
     }
     for kind in [ShardingStrategy::Ddp, ShardingStrategy::Fsdp] {
         let split = train(kind, 2, 2);
@@ -216,6 +216,7 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
             reference: None,
             recompute: Recompute::None,
             dropout: None,
+            noise: None,
             balance: None,
             last: true,
             graphs: None,
@@ -230,9 +231,9 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
     second.targets[..9].fill(IGNORE);
     let (second, norm) = run(&engine, &CrossEntropy, &second)?;
     for factor in [1.0, 2.0] {
-        let (found, found_norm) = run(&engine, &BySample([0.0, factor]), &batch(1))?;
+        let (actual, found_norm) = run(&engine, &BySample([0.0, factor]), &batch(1))?;
         let factor = f64::from(factor);
-        assert!((found / (factor * second) - 1.0).abs() < 1e-6, "{found:?}");
+        assert!((actual / (factor * second) - 1.0).abs() < 1e-6, "{actual:?}");
         assert!((found_norm / (factor * norm) - 1.0).abs() < 1e-5, "{found_norm}, by targets {norm}");
     }
     Ok(())

@@ -33,11 +33,11 @@ fn trainer(offload: impl Into<OffloadTarget>, dtype: DType) -> Trainer {
 
 fn trainer_with(offload: impl Into<OffloadTarget>, dtype: DType, master: MasterWeights) -> Trainer {
     let alone = EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0);
-    let kept = if master == MasterWeights::None { DType::BF16 } else { DType::F32 };
+    let block_dtype = if master == MasterWeights::None { DType::BF16 } else { DType::F32 };
     let options = EngineOptions {
         offload: offload.into(),
         master,
-        reducing: GradReduceOptions { kept, ..alone.reducing },
+        reducing: GradReduceOptions { block_dtype, ..alone.reducing },
         ..alone
     };
     let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
@@ -193,7 +193,7 @@ fn every_weight_in_bf16_moves_on_average_as_in_f32() {
     assert_ne!(values(&group), values(&others), "two streams");
 }
 
-fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Option<&str>) -> Output {
+fn train(model: &Path, dir: &Path, output: &str, keys: &[String], fault: Option<&str>) -> Output {
     let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1");
     match fault {
@@ -201,7 +201,7 @@ fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Optio
         Some("--dry-run") => drop(command.arg("--dry-run")),
         Some(fault) => drop(command.env("FINETUNE_FAULT", fault).args(["--ranks", "2"])),
     }
-    command.arg("--model").arg(model).arg("--output").arg(place.join(output));
+    command.arg("--model").arg(model).arg("--output").arg(dir.join(output));
     command.arg("--dataset").arg(golden().join("data/sft_messages.jsonl"));
     let fixed = ["train.max_steps=2", "data.max_seq_len=256", "data.packing=false", "log.tensorboard=false"];
     let rate = ["optimizer.learning_rate=1e-3", "parallel.offload=params"];
@@ -214,17 +214,17 @@ fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Optio
 /// 4 bytes a parameter: all in the file, none in memory.
 #[test]
 fn a_plan_says_where_parameters_are() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let model = golden().join("models/tiny-llama");
     let said = |keys: &[String]| {
-        let done = train(&model, place.path(), "out", keys, Some("--dry-run"));
+        let done = train(&model, dir.path(), "out", keys, Some("--dry-run"));
         assert!(done.status.success());
         String::from_utf8(done.stderr).unwrap()
     };
-    let folder = format!("parallel.offload_folder={}", place.path().display());
+    let folder = format!("parallel.offload_folder={}", dir.path().display());
     let (text, host) = (said(&[folder]), said(&[]));
     // tiny-llama has 135,488 parameters: 529.25 KiB in f32.
-    assert!(text.contains(&format!("in a file in {}: 529 KiB", place.path().display())), "{text}");
+    assert!(text.contains(&format!("in a file in {}: 529 KiB", dir.path().display())), "{text}");
     assert!(text.contains("= weights 0 B + gradients 529 KiB + optimizer 1.03 MiB"), "{text}");
     assert!(host.contains("= weights 529 KiB + gradients 529 KiB"), "{host}");
     assert!(host.contains("on the CPU offload to host memory frees nothing"), "{host}");
@@ -232,14 +232,14 @@ fn a_plan_says_where_parameters_are() {
 
 #[test]
 fn no_file_is_left_whatever_ends_the_run() {
-    let place = tempfile::tempdir().unwrap();
-    let folder = place.path().join("disk");
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("disk");
     std::fs::create_dir(&folder).unwrap();
     let keys = [format!("parallel.offload_folder={}", folder.display())];
     let model = golden().join("models/tiny-llama");
     let faults = [None, Some("0:backward:panic"), Some("1:backward:error"), Some("1:load:panic")];
     for (i, fault) in faults.into_iter().enumerate() {
-        let done = train(&model, place.path(), &format!("out-{i}"), &keys, fault);
+        let done = train(&model, dir.path(), &format!("out-{i}"), &keys, fault);
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(if fault.is_some() { 75 } else { 0 }), "{fault:?}: {said}");
         assert!(said.contains(&format!("in a file in {}", folder.display())), "{said}");
@@ -249,10 +249,10 @@ fn no_file_is_left_whatever_ends_the_run() {
 
 #[test]
 fn a_folder_that_takes_no_file() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let model = golden().join("models/tiny-llama");
     let keys = ["parallel.offload_folder=/proc".to_owned()];
-    let done = train(&model, place.path(), "out", &keys, None);
+    let done = train(&model, dir.path(), "out", &keys, None);
     let said = String::from_utf8_lossy(&done.stderr);
     if Path::new("/proc/self").exists() {
         assert_eq!(done.status.code(), Some(1), "{said}");
@@ -272,8 +272,8 @@ fn peak(output: &Path) -> u64 {
 /// A base of 17 million frozen parameters, 68 MB in f32, with a small adapter.
 #[test]
 fn parameters_in_a_file_are_not_in_memory() {
-    let place = tempfile::tempdir().unwrap();
-    let model = place.path().join("model");
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
     std::fs::create_dir(&model).unwrap();
     let tiny = golden().join("models/tiny-llama");
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
@@ -285,12 +285,12 @@ fn parameters_in_a_file_are_not_in_memory() {
     larger.iter().for_each(|(key, value)| config[*key] = json!(value));
     std::fs::write(model.join("config.json"), config.to_string()).unwrap();
     let mut peaks = Vec::new();
-    for (output, folder) in [("memory", None), ("file", Some(place.path()))] {
+    for (output, folder) in [("memory", None), ("file", Some(dir.path()))] {
         let mut keys = vec!["model.init=random".to_owned(), "adapter.r=2".to_owned()];
         keys.extend(folder.map(|folder| format!("parallel.offload_folder={}", folder.display())));
-        let done = train(&model, place.path(), output, &keys, None);
+        let done = train(&model, dir.path(), output, &keys, None);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        peaks.push(peak(&place.path().join(output)));
+        peaks.push(peak(&dir.path().join(output)));
     }
     assert!(peaks[1] + (50 << 20) < peaks[0], "{peaks:?}");
 }

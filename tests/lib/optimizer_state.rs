@@ -58,9 +58,9 @@ impl Momentum {
         for (position, buffer) in state.iter().enumerate() {
             let StateValues::F32(buffer) = buffer else { panic!("8 bits of what may not be") };
             let decay = 0.9 - 0.2 * position as f64;
-            let kept = ((&**buffer * decay)? + (grad * step.grad_scale)?)?;
-            copy_into(buffer, &kept)?;
-            copy_into(param, &(&**param - (kept * rate)?)?)?;
+            let buffered = ((&**buffer * decay)? + (grad * step.grad_scale)?)?;
+            copy_into(buffer, &buffered)?;
+            copy_into(param, &(&**param - (buffered * rate)?)?)?;
         }
         Ok(())
     }
@@ -99,6 +99,7 @@ fn trainer_of(
         // The norm of shards is a different sum of squares.
         max_grad_norm: None,
         router_aux_loss: 0.0,
+        neftune_alpha: 0.0,
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::Rank0,
@@ -246,7 +247,11 @@ fn shards_of_a_state_are_saved_whole() {
             let world: Arc<dyn Collective> = Arc::new(end);
             let options = EngineOptions {
                 mesh: DeviceMesh::new(strategy, world)?,
-                reducing: GradReduceOptions { accumulates: ranks == 1, dtype: DType::F32, kept: DType::F32 },
+                reducing: GradReduceOptions {
+                    accumulates: ranks == 1,
+                    dtype: DType::F32,
+                    block_dtype: DType::F32,
+                },
                 ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
             };
             let mut trainer = trainer(&tiny_llama(), THREE, &options)?;

@@ -168,8 +168,8 @@ fn headers_alone_tell_all_but_values() {
         let files = ModelFiles::open_in_place(folder.path(), &elsewhere).unwrap();
         assert!(files.names().eq(whole.names()), "{model}");
         for (name, info) in whole.tensors() {
-            let found = files.info(name).unwrap();
-            assert_eq!((found.dtype, &found.shape), (info.dtype, &info.shape), "{model}: {name}");
+            let actual = files.info(name).unwrap();
+            assert_eq!((actual.dtype, &actual.shape), (info.dtype, &info.shape), "{model}: {name}");
             assert_eq!(files.stored_bytes(name), whole.stored_bytes(name), "{model}: {name}");
         }
         if model != WORDS {

@@ -19,7 +19,7 @@ fn golden(model: &str) -> PathBuf {
 }
 
 /// Opens a golden model as runs do that keep weights packed.
-fn kept(folder: &Path) -> ModelFiles {
+fn open_packed(folder: &Path) -> ModelFiles {
     let mut files = ModelFiles::open(folder).unwrap();
     assert!(files.keep_packed());
     let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
@@ -58,7 +58,7 @@ fn same_values(files: &ModelFiles) -> Vec<String> {
 #[test]
 fn kept_weights_have_the_dequantized_values() {
     let of = |model: &str| {
-        let files = kept(&golden(model));
+        let files = open_packed(&golden(model));
         let notes: Vec<&str> = files.warnings().collect();
         format!("{}\n{}", notes.join("\n"), same_values(&files).join("\n"))
     };
@@ -123,7 +123,7 @@ fn weights_have_the_values_of_the_packages() {
     let file = golden("..").join("sha256_packages.json");
     let digests: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     let of = |model: &str| {
-        let files = kept(&golden(model));
+        let files = open_packed(&golden(model));
         let weights = digests[model].as_object().unwrap();
         assert!(weights.len() > 10 && files.names().len() == weights.len(), "{model}");
         for (name, digest) in weights {
@@ -177,7 +177,7 @@ fn weights_have_the_values_of_the_packages() {
 fn kept_weights_of_gguf_files_have_the_dequantized_values() {
     let of = |model: &str| {
         let folder = described(&golden(model).join("model.gguf"));
-        let files = kept(folder.path());
+        let files = open_packed(folder.path());
         let notes: Vec<&str> = files.warnings().collect();
         format!("{}\n{}", notes.join("\n"), same_values(&files).join("\n"))
     };

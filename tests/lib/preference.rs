@@ -94,7 +94,8 @@ impl GoldenRun {
                 set.push(format!("objective.{key}={value}"));
             }
         }
-        let base = "[model]\nid = \"org/m\"\n[data]\ntrain = [\"org/d\"]\n[optimizer]\nlearning_rate = 1e-3\n";
+        let base =
+            "[model]\nid = \"org/m\"\n[data]\ntrain = [\"org/d\"]\n[optimizer]\nlearning_rate = 1e-3\n";
         let text = RecipeText { name: "my.toml".into(), text: base.into(), folder: "/nowhere".into() };
         let layers =
             RecipeLayers { recipe: Some(text), set, folder: "/nowhere".into(), ..RecipeLayers::default() };
@@ -131,7 +132,8 @@ impl GoldenRun {
         let steps: Vec<Step> = if ranks == 1 {
             self.steps.clone()
         } else {
-            let split = |step: &Step| Step::new(step.micro_batches.iter().flat_map(single_groups).collect(), 1.0);
+            let split =
+                |step: &Step| Step::new(step.micro_batches.iter().flat_map(single_groups).collect(), 1.0);
             self.steps.iter().map(split).collect()
         };
         let rank = |end| -> Result<Vec<StepResult>> {
@@ -139,7 +141,7 @@ impl GoldenRun {
             let accumulates = steps.iter().any(|step| step.micro_batches.len() > ranks);
             let options = EngineOptions {
                 mesh: DeviceMesh::new(strategy, world)?,
-                reducing: GradReduceOptions { accumulates, dtype: DType::F32, kept: DType::F32 },
+                reducing: GradReduceOptions { accumulates, dtype: DType::F32, block_dtype: DType::F32 },
                 ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
             };
             let base = logits::base(&model);
@@ -184,7 +186,8 @@ impl GoldenRun {
         for (number, (ours, theirs)) in (1..).zip(results.iter().zip(&self.wanted)) {
             let what = format!("{name}, step {number}");
             let loss = theirs["loss"].as_f64().unwrap();
-            let near = |ours: f64, theirs: f64, most: f64| (ours - theirs).abs() <= most * theirs.abs().max(1.0);
+            let near =
+                |ours: f64, theirs: f64, most: f64| (ours - theirs).abs() <= most * theirs.abs().max(1.0);
             assert!(near(ours.loss, loss, most), "{what}: loss {} for {loss}", ours.loss);
             let norm = theirs["grad_norm"].as_f64().unwrap();
             assert!((ours.grad_norm / norm - 1.0).abs() < 2e-4, "{what}: norm {} for {norm}", ours.grad_norm);
@@ -199,9 +202,9 @@ impl GoldenRun {
                 // TRL takes the mean over micro-batches of means over tokens.
                 let is_split = metric == "mean_token_accuracy" && self.run["accum"] != 1;
                 if !is_other && !is_tie && !is_weightless && !is_split {
-                    let found = means.get(metric.as_str());
-                    let found = found.unwrap_or_else(|| panic!("{what}: no {metric} in {means:?}"));
-                    assert!(near(*found, wanted, 5e-5), "{what}: {metric} {found} for {wanted}");
+                    let actual = means.get(metric.as_str());
+                    let actual = actual.unwrap_or_else(|| panic!("{what}: no {metric} in {means:?}"));
+                    assert!(near(*actual, wanted, 5e-5), "{what}: {metric} {actual} for {wanted}");
                 }
             }
         }
@@ -227,7 +230,10 @@ impl Rows {
             flags("completion_mask")
         };
         Rows {
-            ids: integers("input_ids").chunks(width).map(|row| row.iter().map(|id| *id as u32).collect()).collect(),
+            ids: integers("input_ids")
+                .chunks(width)
+                .map(|row| row.iter().map(|id| *id as u32).collect())
+                .collect(),
             lengths: mask.chunks(width).map(|row| row.iter().filter(|is_token| **is_token).count()).collect(),
             answers: answers.chunks(width).map(<[bool]>::to_vec).collect(),
         }
@@ -311,7 +317,9 @@ fn dpo_follows_trl() {
     for name in ["sigmoid", "sigmoid_qwen3", "sigmoid_b05", "plain_llama3", "accum3"] {
         follows(&format!("dpo/dpo_{name}"));
     }
-    for name in ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one", "accum3_rpo_as_one"] {
+    for name in
+        ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one", "accum3_rpo_as_one"]
+    {
         follows_alone(&format!("dpo/dpo_{name}"));
     }
 }

@@ -216,7 +216,7 @@ fn dyadic_codes(file: &File, kind: &str) -> Vec<u8> {
 fn places(kind: FourBit, block_size: usize, values: &[f32]) -> Vec<u8> {
     let mut order: Vec<u8> = (0..16).collect();
     order.sort_by(|&a, &b| kind.table()[usize::from(a)].total_cmp(&kind.table()[usize::from(b)]));
-    let mut found = Vec::new();
+    let mut ranks = Vec::new();
     for (i, part) in values.chunks(block_size - 1).enumerate() {
         let mut block = part.to_vec();
         block.resize(block_size - 1, 0.0);
@@ -226,10 +226,10 @@ fn places(kind: FourBit, block_size: usize, values: &[f32]) -> Vec<u8> {
         plain(kind, block_size).quantize(&block, &mut codes, &mut absmax);
         let mut codes: Vec<u8> = codes.iter().flat_map(|byte| [byte >> 4, byte & 15]).collect();
         codes.remove(at);
-        let place = |code: &u8| order.iter().position(|other| other == code).unwrap() as u8;
-        found.extend(codes[..part.len()].iter().map(place));
+        let rank_of = |code: &u8| order.iter().position(|other| other == code).unwrap() as u8;
+        ranks.extend(codes[..part.len()].iter().map(rank_of));
     }
-    found
+    ranks
 }
 
 #[test]
@@ -257,14 +257,14 @@ fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
         let mut table = kind.table().to_vec();
         table.sort_by(f32::total_cmp);
         let wanted = file.bytes(&format!("bf16.{name}.codes")).into_iter().enumerate();
-        let wanted: Vec<f32> = wanted.map(|(i, place)| table[usize::from(place)] * absmax[i / 64]).collect();
+        let wanted: Vec<f32> = wanted.map(|(i, rank)| table[usize::from(rank)] * absmax[i / 64]).collect();
         assert_eq!(values, wanted, "{name}: bf16 values");
     }
 }
 
 /// Returns the 8-bit codes of `values` between -1 and 1. Each block holds a 1 at another index.
 fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
-    let mut found = Vec::new();
+    let mut all_codes = Vec::new();
     for (i, part) in values.chunks(255).enumerate() {
         let mut block = part.to_vec();
         let at = i % (part.len() + 1);
@@ -272,9 +272,9 @@ fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
         let (mut codes, mut absmax) = (vec![0u8; block.len()], [0f32]);
         plain(Int8, 256).quantize(&block, &mut codes, &mut absmax);
         assert_eq!(codes.remove(at), 255);
-        found.extend(codes);
+        all_codes.extend(codes);
     }
-    found
+    all_codes
 }
 
 #[test]
@@ -325,11 +325,11 @@ fn ties_of_8_bit_moments_fall_on_even_codes() {
         for block in all.chunks(255) {
             let mut codes = vec![0u8; block.len() + 1];
             map.quantize(&[block, &[1.0]].concat(), &mut codes);
-            for (x, found) in block.iter().zip(codes) {
+            for (x, actual) in block.iter().zip(codes) {
                 while code < 255 && (*x > midpoint(code) || *x == midpoint(code) && code % 2 == 1) {
                     code += 1;
                 }
-                assert_eq!(usize::from(found), code, "{x:e}");
+                assert_eq!(usize::from(actual), code, "{x:e}");
             }
         }
     }
@@ -344,9 +344,9 @@ fn blockwise_int8_is_bitsandbytes() {
         let block_size = case["blocksize"].as_u64().unwrap() as usize;
         let mut codes = vec![0u8; input.len()];
         if case["signed"] == true {
-            let mut found = vec![0f32; absmax.len()];
-            plain(Int8, block_size).quantize(&input, &mut codes, &mut found);
-            assert_eq!(found, absmax, "{name}: scales");
+            let mut actual = vec![0f32; absmax.len()];
+            plain(Int8, block_size).quantize(&input, &mut codes, &mut actual);
+            assert_eq!(actual, absmax, "{name}: scales");
             assert_eq!(codes, file.bytes(&tensor("codes")), "{name}: codes");
             let values = part(plain(Int8, block_size), &codes, &absmax, 0, input.len());
             assert_eq!(values, file.floats(&tensor("dequant")), "{name}: values");

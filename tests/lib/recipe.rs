@@ -260,12 +260,12 @@ fn what_training_needs() {
 fn unknown_names() {
     assert_snapshot!(fault("[train]\nepoch = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, seed, recompute, base_products, cuda_graphs
+      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, neftune_alpha, seed, recompute, base_products, cuda_graphs
     hint: write `epochs`
     ");
     assert_snapshot!(fault("[train]\nlearning_rate = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, seed, recompute, base_products, cuda_graphs
+      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, neftune_alpha, seed, recompute, base_products, cuda_graphs
     hint: write `learning_rate` under `[optimizer]`
     ");
     assert_snapshot!(fault("[adapter]\nlora_r = 3\n"), @"
@@ -275,7 +275,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(fault("[train]\nzzz = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, seed, recompute, base_products, cuda_graphs
+      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, neftune_alpha, seed, recompute, base_products, cuda_graphs
     hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[trian]\nepochs = 3\n"), @"
@@ -539,7 +539,7 @@ fn broken_toml() {
 fn mistyped_assignments() {
     assert_snapshot!(set_fault(&["train.epoch=3"]), @"
     error: cannot use these settings
-      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, seed, recompute, base_products, cuda_graphs
+      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, router_aux_loss, on_nan, nan_limit, neftune_alpha, seed, recompute, base_products, cuda_graphs
     hint: write `epochs`
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
@@ -771,6 +771,7 @@ fn the_resolved_recipe_in_full() {
     router_aux_loss = 0.0
     on_nan = "stop"
     nan_limit = 3
+    neftune_alpha = 0.0
     seed = 0
     recompute = "auto"
     base_products = "dtype"

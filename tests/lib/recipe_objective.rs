@@ -177,7 +177,7 @@ fn names_of_other_trainers_are_known() {
         ("orpo_alpha", "objective", "beta"),
         ("kto_chosen_weight", "objective", "desirable_weight"),
     ] {
-        let ours = key_of_peers(theirs).map(|found| format!("{found:?}"));
+        let ours = key_of_peers(theirs).map(|actual| format!("{actual:?}"));
         assert!(
             ours.as_ref().is_some_and(|ours| ours.contains(section) && ours.contains(key)),
             "{theirs}: {ours:?}"

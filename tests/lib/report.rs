@@ -174,8 +174,8 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     drop(log);
     let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
     assert_eq!(steps, [1, 2, 2, 3, 4]);
-    let kept: String = before.split_inclusive('\n').take(4).collect();
-    assert!(fs::read_to_string(&path).unwrap().starts_with(&kept), "kept lines must not change");
+    let first_lines: String = before.split_inclusive('\n').take(4).collect();
+    assert!(fs::read_to_string(&path).unwrap().starts_with(&first_lines), "kept lines must not change");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no file is left beside the log");
 
     let new = dir.path().join("new.jsonl");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::place::Place;
+use crate::test_dir::TestDir;
 use finetune::checkpoint::{
     self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
     TrainingState, WeightValues, WriteWeights,
@@ -33,12 +33,12 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Trains in `place`; keeps the checkpoints of every second step.
-fn train(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Output {
-    command(place, output, ranks, keys, more).output().unwrap()
+/// Trains in `dir`; keeps the checkpoints of every second step.
+fn train(dir: &TestDir, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Output {
+    command(dir, output, ranks, keys, more).output().unwrap()
 }
 
-fn command(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Command {
+fn command(dir: &TestDir, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Command {
     let ranks = ranks.to_string();
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output, "--quiet"];
     args.extend(["--ranks", &ranks]);
@@ -57,14 +57,14 @@ fn command(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&st
         args.extend(["--set", key]);
     }
     args.extend(more);
-    let mut command = place.command(&args);
+    let mut command = dir.command(&args);
     command.env("RAYON_NUM_THREADS", "1");
     command
 }
 
 #[test]
 fn checkpoints_written_beside_the_training_are_the_same_bytes() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for (ranks, strategy, method) in [
         (1, "single", "adapter.r=4"),
         (2, "ddp", "adapter.r=4"),
@@ -76,28 +76,28 @@ fn checkpoints_written_beside_the_training_are_the_same_bytes() {
         let strategy = format!("parallel.strategy={strategy}");
         let run = |output: &str, asynchronous: bool, more: &[&str]| {
             let asynchronous = format!("checkpoint.async_save={asynchronous}");
-            let done = train(&place, output, ranks, &[&strategy, method, &asynchronous], more);
-            assert!(done.status.success(), "{output}: {}", place.told(&done.stderr));
+            let done = train(&dir, output, ranks, &[&strategy, method, &asynchronous], more);
+            assert!(done.status.success(), "{output}: {}", dir.told(&done.stderr));
         };
         let [on, off] = [true, false].map(output);
         run(&on, true, &[]);
         run(&off, false, &[]);
         for step in [2, 4, 6] {
             let [on, off] =
-                [&on, &off].map(|output| files(&place.path(output).join(format!("checkpoint-{step}"))));
+                [&on, &off].map(|output| files(&dir.path(output).join(format!("checkpoint-{step}"))));
             assert_eq!(on.keys().collect::<Vec<_>>(), off.keys().collect::<Vec<_>>());
             assert!(!on.keys().any(|name| name.starts_with("part-")), "{:?}", on.keys());
             assert!(on == off, "step {step} of {strategy} on {ranks} ranks");
         }
         // Resumes from the middle, for both ways of writing.
-        let wanted = files(&place.path(&on));
+        let wanted = files(&dir.path(&on));
         for (name, asynchronous) in [(&on, false), (&off, true)] {
-            let from = place.path(name).join("checkpoint-4").display().to_string();
+            let from = dir.path(name).join("checkpoint-4").display().to_string();
             let again = format!("{name}-again");
             run(&again, asynchronous, &["--resume", &from]);
-            let found = files(&place.path(&again));
+            let actual = files(&dir.path(&again));
             for file in wanted.keys().filter(|file| file.ends_with(".safetensors")) {
-                assert!(found[file] == wanted[file], "{file} of {name}");
+                assert!(actual[file] == wanted[file], "{file} of {name}");
             }
         }
     }
@@ -108,13 +108,13 @@ fn checkpoints_written_beside_the_training_are_the_same_bytes() {
 #[test]
 #[cfg(unix)]
 fn a_file_that_does_not_fit_ends_the_run_with_74() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let keys = ["parallel.strategy=fsdp", "checkpoint.keep_last=9"];
-    let whole = train(&place, "whole", 3, &keys, &[]);
-    assert!(whole.status.success(), "{}", place.told(&whole.stderr));
+    let whole = train(&dir, "whole", 3, &keys, &[]);
+    assert!(whole.status.success(), "{}", dir.told(&whole.stderr));
     let sizes = [1, 2, 3].map(|rank| {
         let name = format!("whole/checkpoint-2/optimizer-0000{rank}-of-00003.safetensors");
-        place.path(&name).metadata().unwrap().len()
+        dir.path(&name).metadata().unwrap().len()
     });
     // In the units of POSIX, with a margin.
     let limit = (sizes[1].max(sizes[2]) + sizes[0]) / 2 / 512;
@@ -122,7 +122,7 @@ fn a_file_that_does_not_fit_ends_the_run_with_74() {
     for asynchronous in [true, false] {
         let output = format!("limited-{asynchronous}");
         let command =
-            command(&place, &output, 3, &keys, &["--set", &format!("checkpoint.async_save={asynchronous}")]);
+            command(&dir, &output, 3, &keys, &["--set", &format!("checkpoint.async_save={asynchronous}")]);
         // The ignored signal stays ignored, and the write returns an error.
         let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
         let mut limited = Command::new("sh");
@@ -132,11 +132,11 @@ fn a_file_that_does_not_fit_ends_the_run_with_74() {
             value.map(|value| limited.env(name, value));
         }
         let done = limited.output().unwrap();
-        let text = place.told(&done.stderr);
+        let text = dir.told(&done.stderr);
         assert_eq!(done.status.code(), Some(74), "{text}");
         assert!(text.contains("rank 0 failed") && text.contains("cannot save step 2"), "{text}");
         assert!(text.contains("optimizer-00001-of-00003.safetensors"), "{text}");
-        let left = names(&place.path(&output));
+        let left = names(&dir.path(&output));
         assert!(!left.iter().any(|name| name.starts_with("checkpoint-")), "{left:?}");
     }
 }
@@ -246,8 +246,8 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 /// resume.
 #[test]
 fn what_a_killed_run_did_not_remove_goes_when_it_goes_on() {
-    let place = tempfile::tempdir().unwrap();
-    let (output, other) = (place.path().join("out"), place.path().join("other"));
+    let dir = tempfile::tempdir().unwrap();
+    let (output, other) = (dir.path().join("out"), dir.path().join("other"));
     let writers = SaveThreads::default();
     let save = |output: &Path, steps: &[u64]| {
         std::fs::create_dir_all(output).unwrap();
@@ -274,8 +274,8 @@ fn what_a_killed_run_did_not_remove_goes_when_it_goes_on() {
 #[test]
 fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
     for (ranks, slow) in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 3)] {
-        let place = tempfile::tempdir().unwrap();
-        let (output, writers) = (place.path(), SaveThreads::default());
+        let dir = tempfile::tempdir().unwrap();
+        let (output, writers) = (dir.path(), SaveThreads::default());
         let go_on = Arc::new(AtomicBool::new(false));
         let work = |end: in_process::InProcess| -> Result<()> {
             let told = Arc::clone(&go_on);
@@ -340,34 +340,34 @@ fn a_write_that_fails_on_a_rank_ends_the_run_with_its_cause() {
         .into_iter()
         .chain([(1, (2, 0, SnapshotPart::Rest)), (3, (2, 0, SnapshotPart::Rest))])
     {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let after = move |write: Write| {
             if write != at {
                 return Ok(());
             }
             Err(Error::new(ErrorCategory::Storage, "cannot write x").because("the disk is full"))
         };
-        let error = run(place.path(), ranks, Arc::new(after), |_| Ok(())).unwrap_err();
+        let error = run(dir.path(), ranks, Arc::new(after), |_| Ok(())).unwrap_err();
         let text = error.to_string();
         assert_eq!(error.kind(), ErrorCategory::Storage, "{text}");
         assert!(text.contains("cannot save step 2") && text.contains("the disk is full"), "{text}");
         assert!(ranks == 1 || text.contains(&format!("rank {} failed", at.1)), "{text}");
-        assert_eq!(names(place.path()), ["checkpoint-1"], "{ranks} ranks, {at:?}");
-        assert_eq!(newest(place.path()), Some(1));
+        assert_eq!(names(dir.path()), ["checkpoint-1"], "{ranks} ranks, {at:?}");
+        assert_eq!(newest(dir.path()), Some(1));
     }
 }
 
 #[test]
 fn a_writer_that_panics_is_not_silent() {
     for rank in [0, 1] {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let after = move |write: Write| {
             assert!(write != (2, rank, SnapshotPart::Tensors(rank)), "a planted panic");
             Ok(())
         };
-        let text = run(place.path(), 2, Arc::new(after), |_| Ok(())).unwrap_err().to_string();
+        let text = run(dir.path(), 2, Arc::new(after), |_| Ok(())).unwrap_err().to_string();
         assert!(text.contains("the thread that saves checkpoints panicked"), "{text}");
-        assert_eq!(names(place.path()), ["checkpoint-1"]);
+        assert_eq!(names(dir.path()), ["checkpoint-1"]);
     }
 }
 
@@ -377,7 +377,7 @@ fn a_writer_that_panics_is_not_silent() {
 fn a_save_under_way_when_a_rank_is_lost() {
     for (whole, left) in [(true, &["checkpoint-1", "checkpoint-2"][..]), (false, &["checkpoint-1"])] {
         for (lost, writing) in [(1, 0), (1, 1), (0, 1)] {
-            let place = tempfile::tempdir().unwrap();
+            let dir = tempfile::tempdir().unwrap();
             let (begun, gone) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
             let (told, seen) = (Arc::clone(&begun), Arc::clone(&gone));
             let after = move |write: Write| {
@@ -396,10 +396,10 @@ fn a_save_under_way_when_a_rank_is_lost() {
                 gone.store(true, Ordering::SeqCst);
                 Err(Error::new(ErrorCategory::Transient, "lost"))
             };
-            let text = run(place.path(), 2, Arc::new(after), steps).unwrap_err().to_string();
+            let text = run(dir.path(), 2, Arc::new(after), steps).unwrap_err().to_string();
             assert!(text.contains(&format!("rank {lost} failed")) && text.contains("lost"), "{text}");
-            assert_eq!(names(place.path()), left, "rank {lost} is lost while rank {writing} writes");
-            assert_eq!(newest(place.path()), Some(left.len() as u64));
+            assert_eq!(names(dir.path()), left, "rank {lost} is lost while rank {writing} writes");
+            assert_eq!(newest(dir.path()), Some(left.len() as u64));
         }
     }
 }
@@ -435,28 +435,28 @@ fn the_process_that_is_killed() {
 #[test]
 fn a_process_killed_before_the_commit_leaves_the_checkpoint_before() {
     for at in ["0", "1", "2", "commit"] {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--ignored", "--exact", "saving::the_process_that_is_killed"]);
-        let killed = command.env(KILLED_IN, place.path()).env(KILLED_AT, at).output().unwrap();
+        let killed = command.env(KILLED_IN, dir.path()).env(KILLED_AT, at).output().unwrap();
         assert_eq!(killed.status.code(), None, "{at}: {}", String::from_utf8_lossy(&killed.stderr));
-        let left = names(place.path());
+        let left = names(dir.path());
         assert_eq!(left.len(), 2, "{at}: {left:?}");
         assert!(left[0] == "checkpoint-1" && left[1].starts_with("checkpoint-2.tmp-"), "{at}: {left:?}");
-        assert_eq!(newest(place.path()), Some(1), "{at}");
+        assert_eq!(newest(dir.path()), Some(1), "{at}");
         // The next run cleans up and continues.
         let writers = SaveThreads::default();
         let work = |end: in_process::InProcess| {
-            let mut saver = saver(place.path(), &end, &writers, Arc::new(|_| Ok(())));
+            let mut saver = saver(dir.path(), &end, &writers, Arc::new(|_| Ok(())));
             if end.rank() == 0 {
-                assert_eq!(names(place.path()), ["checkpoint-1"], "{at}");
+                assert_eq!(names(dir.path()), ["checkpoint-1"], "{at}");
             }
             step_end(&end, 0)?;
             saver.save(state(2, 3), share(end.rank(), 2), &end)?;
             saver.finish(&end)
         };
         in_process::run_ranks(in_process::InProcessWorld::new(3).communicators(), work).unwrap();
-        assert_eq!(names(place.path()), ["checkpoint-1", "checkpoint-2"], "{at}");
-        assert_eq!(newest(place.path()), Some(2), "{at}");
+        assert_eq!(names(dir.path()), ["checkpoint-1", "checkpoint-2"], "{at}");
+        assert_eq!(newest(dir.path()), Some(2), "{at}");
     }
 }

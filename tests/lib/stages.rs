@@ -33,6 +33,7 @@ fn micro_step(recompute: Recompute) -> MicroStep<'static> {
         reference: None,
         recompute,
         dropout: None,
+        noise: None,
         balance: None,
         last: true,
         graphs: None,
@@ -51,17 +52,17 @@ fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f
     });
     let (batch, step) = (batch(), micro_step(recompute));
     engine.store.zero_gradients()?;
-    let (mut hidden, mut loss, mut kept) = (None, None, Vec::new());
+    let (mut hidden, mut loss, mut states) = (None, None, Vec::new());
     for stage in stages {
         let (output, state) = engine.forward(&stage, &batch, hidden.take(), step)?;
         match output {
             StageOutput::Hidden(output) => hidden = Some(output),
             StageOutput::Loss(sums) => loss = Some(sums.loss.read()?),
         }
-        kept.push((stage, state));
+        states.push((stage, state));
     }
     let mut dx = None;
-    for (stage, state) in kept.into_iter().rev() {
+    for (stage, state) in states.into_iter().rev() {
         dx = engine.backward(&stage, &batch, state, dx, step)?;
     }
     engine.store.finish_reductions()?;
@@ -74,13 +75,13 @@ fn assert_stages(model: &str, cuts: &[&[usize]]) -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = logits::base(&folder).engine(Trains::All, &options)?;
-    let mut kept = None;
+    let mut first_result = None;
     for recompute in [Recompute::None, Recompute::Block] {
         engine.store.zero_gradients()?;
         let sums = engine.micro_step(&batch(), micro_step(recompute))?;
         let whole = (sums.loss.read()?, engine.store.gradient_norm()?);
         assert!(whole.0 > 0.0 && whole.1 > 0.0, "{whole:?}");
-        assert_eq!(*kept.get_or_insert(whole), whole, "{model} {recompute:?}");
+        assert_eq!(*first_result.get_or_insert(whole), whole, "{model} {recompute:?}");
         for cuts in cuts {
             assert_eq!(by_stages(&engine, cuts, recompute)?, whole, "{model} {cuts:?} {recompute:?}");
         }

@@ -28,7 +28,7 @@ struct Seen {
     embedding: u64,
     tied: bool,
     most: usize,
-    kept: usize,
+    own_elements: usize,
     layers: u64,
     formula: u64,
 }
@@ -43,7 +43,11 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
             mesh: DeviceMesh::new(strategy, world)?,
-            reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32, kept: DType::F32 },
+            reducing: GradReduceOptions {
+                accumulates: turns > 1,
+                dtype: DType::F32,
+                block_dtype: DType::F32,
+            },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
@@ -54,11 +58,11 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
         trainer.step(&step)?;
         let strategy = &trainer.engine.store;
         let mut elements = [0; 2];
-        let (mut kept, mut embedding) = (0, 0);
+        let (mut own_elements, mut embedding) = (0, 0);
         for bucket in strategy.trainable() {
             let end = !matches!(bucket.segment, model::Segment::Block(_));
             elements[usize::from(end)] += bucket.elements() as u64;
-            kept += bucket.own().len();
+            own_elements += bucket.own().len();
             if bucket.entries.iter().any(|entry| entry.desc.name == EMBED_TOKENS) {
                 embedding = bucket.elements() as u64;
             }
@@ -69,7 +73,7 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
             embedding,
             tied: trainer.engine.config.tie_word_embeddings,
             most: strategy.most_gathered(),
-            kept,
+            own_elements,
             layers: trainer.engine.config.num_layers() as u64,
             formula: strategy.sent_by_formula(turns as u64),
         })
@@ -128,7 +132,11 @@ fn every_byte_sent_is_in_the_formula() {
                     assert_eq!(seen.most, if sharded { 2 } else { 0 }, "{kind:?}: segments whole at a time");
                     let copies = if let ShardingStrategy::Hsdp(s) = kind { ranks / s } else { 1 };
                     let owned = if kind == ShardingStrategy::Ddp { 1 } else { ranks / copies };
-                    assert_eq!(seen.kept as u64 * 4 * owned as u64, all, "{kind:?}: what a rank updates");
+                    assert_eq!(
+                        seen.own_elements as u64 * 4 * owned as u64,
+                        all,
+                        "{kind:?}: what a rank updates"
+                    );
                 }
             }
         }
@@ -154,7 +162,7 @@ fn a_tied_head_leaves_the_table_of_per_layer_inputs() {
 
 /// Returns bytes of values, f32 masters and gradients as stored, and 8 bytes of moments for each
 /// parameter that the rank updates.
-fn kept(strategy: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
+fn own_parts(strategy: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<(u64, u64)> {
         let world: Arc<dyn Collective> = Arc::new(end);
@@ -189,7 +197,7 @@ fn a_rank_keeps_the_bytes_of_the_table() {
                 (ShardingStrategy::Fsdp, 0, value + 4 + master + 8, n),
                 (ShardingStrategy::Hsdp(2), 0, value + 4 + master + 8, 2),
             ] {
-                for (bytes, parameters) in kept(kind, ranks, dtype) {
+                for (bytes, parameters) in own_parts(kind, ranks, dtype) {
                     let wanted = parameters * whole + parameters * shared / over;
                     assert_eq!(bytes, wanted, "{kind:?} on {ranks} ranks in {dtype:?}");
                 }

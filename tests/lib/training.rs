@@ -23,6 +23,7 @@ pub(crate) fn trainer_options() -> TrainerOptions {
         },
         max_grad_norm: Some(1.0),
         router_aux_loss: 0.0,
+        neftune_alpha: 0.0,
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::RoundRobin,

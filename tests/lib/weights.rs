@@ -527,15 +527,15 @@ fn a_model_folder_is_exported_with_its_companions() {
 
 #[test]
 fn summaries_come_from_headers() {
-    let found = summary(&golden("models/tiny-mistral")).expect("a model");
-    assert_eq!(found.architecture.as_deref(), Some("MistralForCausalLM"));
-    assert_eq!(found.model_type.as_deref(), Some("mistral"));
+    let model = summary(&golden("models/tiny-mistral")).expect("a model");
+    assert_eq!(model.architecture.as_deref(), Some("MistralForCausalLM"));
+    assert_eq!(model.model_type.as_deref(), Some("mistral"));
     // 305,792 bytes of bf16, by transformers' total_size.
-    assert_eq!((found.total.tensors, found.total.elements, found.total.bytes), (21, 152_896, 305_792));
-    assert_eq!(found.dtypes.keys().copied().collect::<Vec<_>>(), [StoredDtype::BF16]);
-    assert_eq!(found.groups[&TensorGroup::Norm].tensors, 5);
-    assert_eq!(found.groups[&TensorGroup::Attention].tensors, 8);
-    let names: Vec<&str> = found.files.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!((model.total.tensors, model.total.elements, model.total.bytes), (21, 152_896, 305_792));
+    assert_eq!(model.dtypes.keys().copied().collect::<Vec<_>>(), [StoredDtype::BF16]);
+    assert_eq!(model.groups[&TensorGroup::Norm].tensors, 5);
+    assert_eq!(model.groups[&TensorGroup::Attention].tensors, 8);
+    let names: Vec<&str> = model.files.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
 }
 
@@ -587,8 +587,8 @@ fn real_models_open_where_they_are() {
         ("models/TinyStories-656K", 20, 656_000),
     ] {
         let Some(folder) = shared(path) else { continue };
-        let found = summary(&folder).expect(path);
-        assert_eq!((found.total.tensors, found.total.elements), (tensors, elements), "{path}");
+        let model = summary(&folder).expect(path);
+        assert_eq!((model.total.tensors, model.total.elements), (tensors, elements), "{path}");
         let files = ModelFiles::open(&folder).expect(path);
         for (name, info) in files.tensors() {
             let mut values = vec![0f32; info.elements()];
@@ -641,14 +641,14 @@ proptest! {
         for (entry, values) in &tensors {
             let info = files.info(&entry.name).expect("there");
             prop_assert_eq!((info.dtype, &info.shape), (entry.dtype, &entry.shape));
-            let mut found = vec![0f32; values.len()];
-            files.read_f32(&entry.name, &mut found).expect("read");
+            let mut actual = vec![0f32; values.len()];
+            files.read_f32(&entry.name, &mut actual).expect("read");
             let expected: Vec<f32> = values.iter().map(|&value| match entry.dtype {
                 StoredDtype::F16 => f16::from_f32(value).to_f32(),
                 StoredDtype::BF16 => bf16::from_f32(value).to_f32(),
                 _ => value,
             }).collect();
-            prop_assert_eq!(found, expected);
+            prop_assert_eq!(actual, expected);
         }
     }
 
@@ -685,8 +685,8 @@ fn headers_alone_tell_all_but_values() {
         assert!(files.is_header_only() && !whole.is_header_only());
         assert_eq!(files.names().collect::<Vec<_>>(), whole.names().collect::<Vec<_>>());
         for (name, info) in whole.tensors() {
-            let found = files.info(name).unwrap();
-            assert_eq!((found.dtype, &found.shape, &found.range), (info.dtype, &info.shape, &info.range));
+            let actual = files.info(name).unwrap();
+            assert_eq!((actual.dtype, &actual.shape, &actual.range), (info.dtype, &info.shape, &info.range));
             assert_eq!(files.quantized_format(name), whole.quantized_format(name));
             assert_eq!(files.stored_bytes(name), whole.stored_bytes(name));
             if model.starts_with("quant/") {

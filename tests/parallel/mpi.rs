@@ -269,12 +269,12 @@ fn judge(scene: &Scene, folder: &Path, code: Option<i32>) -> Result<(), String> 
 
 /// Checks that the file of this name contains all `parts`, or states that no error occurred.
 fn compare(folder: &Path, name: &str, parts: &[&str]) -> Result<(), String> {
-    let found = std::fs::read_to_string(folder.join(name)).map_err(|_| format!("{name} left nothing"))?;
-    if parts.is_empty() && found != "done" {
-        return Err(format!("{name}: {found}"));
+    let report = std::fs::read_to_string(folder.join(name)).map_err(|_| format!("{name} left nothing"))?;
+    if parts.is_empty() && report != "done" {
+        return Err(format!("{name}: {report}"));
     }
-    match parts.iter().find(|part| !found.contains(**part)) {
-        Some(part) => Err(format!("{name} does not say `{part}` but {found}")),
+    match parts.iter().find(|part| !report.contains(**part)) {
+        Some(part) => Err(format!("{name} does not say `{part}` but {report}")),
         None => Ok(()),
     }
 }
@@ -300,8 +300,8 @@ fn process(scene: &Scene) -> ExitCode {
     let (processes, here) = scene.layout;
     let flags = Flags { ranks_here: Some(here), ..Flags::default() };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name)).unwrap();
-    let work = |place: usize, world: Arc<MpiCommunicator>| {
-        assert_eq!((world.rank(), world.size()), (launch.rank + place, processes * here));
+    let work = |local_rank: usize, world: Arc<MpiCommunicator>| {
+        assert_eq!((world.rank(), world.size()), (launch.rank + local_rank, processes * here));
         let name = rank_name(world.rank());
         assert_eq!(std::thread::current().name(), Some(name.as_str()));
         let result = catch_unwind(AssertUnwindSafe(|| (scene.run)(&world)));
@@ -504,8 +504,8 @@ fn gathers(world: &MpiCommunicator) -> Result<(), Error> {
 fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let group = world.split(rank % 2)?;
-    let (place, size) = if rank == 1 { (0, 1) } else { (rank / 2, 2) };
-    assert_eq!((group.rank(), group.size()), (place, size));
+    let (group_rank, size) = if rank == 1 { (0, 1) } else { (rank / 2, 2) };
+    assert_eq!((group.rank(), group.size()), (group_rank, size));
     let buffer = Host::new(ElementType::F32, vec![rank as f32 + 1.0; 3]);
     for index in 0..group.size() {
         group.all_reduce(call("group", index), &buffer.memory)?;

@@ -54,8 +54,8 @@ fn main() -> ExitCode {
     // A machine without driver gives an error instead of an empty list.
     match device::gpus() {
         Ok(gpus) if !gpus.is_empty() => {}
-        found => {
-            let why = found.map_or_else(|error| error.in_one_line(), |_| "no NVIDIA GPU here".to_owned());
+        gpus => {
+            let why = gpus.map_or_else(|error| error.in_one_line(), |_| "no NVIDIA GPU here".to_owned());
             eprintln!("SKIPPED tests of ranks over NCCL: {why}");
             return ExitCode::SUCCESS;
         }
@@ -96,11 +96,11 @@ fn launch(name: &str, errors: &[&str; RANKS]) -> std::result::Result<(), String>
         let _ = rank.wait();
     }
     for (rank, error) in errors.iter().enumerate() {
-        let found = std::fs::read_to_string(folder.path().join(format!("rank-{rank}")))
+        let report = std::fs::read_to_string(folder.path().join(format!("rank-{rank}")))
             .map_err(|_| format!("rank {rank} left nothing within {} s", LIMIT.as_secs()))?;
-        let right = if error.is_empty() { found == "done" } else { found.contains(error) };
+        let right = if error.is_empty() { report == "done" } else { report.contains(error) };
         if !right {
-            return Err(format!("rank {rank}: {found}, not `{error}`"));
+            return Err(format!("rank {rank}: {report}, not `{error}`"));
         }
     }
     Ok(())

@@ -85,8 +85,8 @@ fn said(output: &Output) -> String {
 /// process.
 fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let [apart, together] = ["apart", "together"].map(|name| place.path().join(name));
+    let dir = tempfile::tempdir().unwrap();
+    let [apart, together] = ["apart", "together"].map(|name| dir.path().join(name));
     let [each, all] = [here, processes * here].map(|ranks| ranks.to_string());
     let with_ranks = |output, ranks| line(output, &[more, &["--ranks", ranks]].concat());
     let one_each = if here == 1 { line(&apart, more) } else { with_ranks(&apart, &each) };
@@ -174,8 +174,8 @@ fn groups_of_processes_give_the_bytes_of_threads() {
 /// Starts two processes with a planted fault, and checks their final messages.
 fn names_the_rank(fault: &str, more: &[&str], cause: &str) {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let set = format!("FINETUNE_FAULT={fault}");
     let environment = [set.as_str()];
     let app = (&environment as &[&str], line(&output, more));
@@ -205,8 +205,8 @@ fn a_thread_that_fails_ends_its_process_and_the_others() {
 #[test]
 fn other_numbers_of_ranks_in_each_process_are_refused() {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let apps = ["1", "2"].map(|ranks| (&[] as &[&str], line(&output, &["--ranks", ranks])));
     let done = run(mpirun, &apps);
     assert_eq!(done.status.code(), Some(1), "{}", said(&done));
@@ -218,8 +218,8 @@ fn other_numbers_of_ranks_in_each_process_are_refused() {
 #[test]
 fn another_order_than_that_of_mpi_is_refused() {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = free.local_addr().unwrap().port().to_string();
     drop(free);
@@ -240,8 +240,8 @@ fn another_order_than_that_of_mpi_is_refused() {
 #[test]
 fn processes_about_to_run_different_things_are_refused() {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let other = line(&output, &["--set", "optimizer.learning_rate=1e-3"]);
     let done = run(mpirun, &[(&[], line(&output, &[])), (&[], other)]);
     assert_eq!(done.status.code(), Some(1), "{}", said(&done));
@@ -254,8 +254,8 @@ fn processes_about_to_run_different_things_are_refused() {
 #[cfg(target_os = "linux")]
 fn processes_plan_with_the_least_free_memory() {
     let Some(mut mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let line = line(&place.path().join("out"), &["--set", "parallel.strategy=auto"]);
+    let dir = tempfile::tempdir().unwrap();
+    let line = line(&dir.path().join("out"), &["--set", "parallel.strategy=auto"]);
     mpirun.args(["-n", "1", BINARY]).args(&line);
     let limited = "ulimit -d 2000000; exec \"$0\" \"$@\"";
     mpirun.args([":", "-n", "1", "sh", "-c", limited, BINARY]).args(&line);
@@ -269,8 +269,8 @@ fn processes_plan_with_the_least_free_memory() {
 #[test]
 fn a_wrong_secret_is_refused() {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let secrets =
         ["FINETUNE_RDZV_SECRET=correct horse battery", "FINETUNE_RDZV_SECRET=another secret of theirs"];
     let apps: Vec<(&[&str], Vec<String>)> =
@@ -295,10 +295,10 @@ fn a_rank_that_hangs_in_another_process_is_named() {
         ("1:backward:2:stop", "it has sent no message for ", "rank 0 ended in phase "),
     ] {
         let Some(mpirun) = mpirun() else { return };
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let set = format!("FINETUNE_FAULT={fault}");
         let environment = [set.as_str()];
-        let line = line(&place.path().join("out"), &["--set", "parallel.timeout_secs=10"]);
+        let line = line(&dir.path().join("out"), &["--set", "parallel.timeout_secs=10"]);
         let app = (&environment as &[&str], line);
         let done = run(mpirun, &[app.clone(), app]);
         let text = said(&done);
@@ -314,8 +314,8 @@ fn a_rank_that_hangs_in_another_process_is_named() {
 #[test]
 fn restarts_of_one_process_of_a_job_are_refused() {
     let Some(mpirun) = mpirun() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let line = line(&place.path().join("out"), &["--max-restarts", "1"]);
+    let dir = tempfile::tempdir().unwrap();
+    let line = line(&dir.path().join("out"), &["--max-restarts", "1"]);
     let done = run(mpirun, &[(&[], line.clone()), (&[], line)]);
     let text = said(&done);
     assert_eq!(done.status.code(), Some(1), "{text}");

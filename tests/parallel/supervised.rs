@@ -80,8 +80,8 @@ fn send(process: u32, signal: i32) {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn started_processes_give_the_bytes_of_threads() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let [apart, together] = ["apart", "together"].map(|name| place.path().join(name));
+    let dir = tempfile::tempdir().unwrap();
+    let [apart, together] = ["apart", "together"].map(|name| dir.path().join(name));
     let done = job.command(&apart, None, &[]).output().unwrap();
     assert!(done.status.success(), "{}", said(&done));
     assert!(said(&done).contains("done in "), "rank 0 prints: {}", said(&done));
@@ -102,8 +102,8 @@ fn started_processes_give_the_bytes_of_threads() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn a_signal_to_the_parent_stops_all_ranks_with_a_checkpoint() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let more = ["--set", "train.max_steps=400"];
     let run = job.command(&output, Some("0:data:slow=50ms"), &more).spawn().unwrap();
     wait_for(|| output.join("checkpoint-2").exists());
@@ -138,8 +138,8 @@ fn killed_rank(run: Child, output: &Path) -> Output {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn a_killed_rank_ends_the_run_with_its_name_and_last_output() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let more = ["--set", "train.max_steps=400"];
     let run = job.command(&output, Some("1:data:slow=50ms"), &more).spawn().unwrap();
     let done = killed_rank(run, &output);
@@ -156,8 +156,8 @@ fn a_killed_rank_ends_the_run_with_its_name_and_last_output() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn a_rank_that_fails_shows_its_output() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let done = job.command(&place.path().join("out"), Some("1:backward:2:error"), &[]).output().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let done = job.command(&dir.path().join("out"), Some("1:backward:2:error"), &[]).output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert_eq!(errors(&text), 1, "{text}");
@@ -172,8 +172,8 @@ fn a_rank_that_fails_shows_its_output() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn the_run_ends_with_the_code_of_the_rank_that_failed() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let done = job.command(&place.path().join("out"), Some("1:backward:2:exit"), &[]).output().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let done = job.command(&dir.path().join("out"), Some("1:backward:2:exit"), &[]).output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(3), "{text}");
     assert!(errors(&text) == 1 && text.contains("error: rank 1"), "{text}");
@@ -184,8 +184,8 @@ fn the_run_ends_with_the_code_of_the_rank_that_failed() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
 fn an_error_of_rank_0_or_of_all_ranks_appears_once() {
     let Some(job) = IdleJob::start() else { return };
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
     let done = job.command(&output, None, &["--set", "train.nonsense=1"]).output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(1), "{text}");
@@ -197,7 +197,7 @@ fn an_error_of_rank_0_or_of_all_ranks_appears_once() {
     let text = said(&done);
     assert_eq!(done.status.code(), Some(1), "{text}");
     assert!(errors(&text) == 1 && text.contains("error: cannot write to "), "{text}");
-    let output = place.path().join("other");
+    let output = dir.path().join("other");
     let done = job.command(&output, Some("0:backward:2:error"), &[]).output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");

@@ -19,7 +19,7 @@ use finetune::cli::{Cli, Verb};
 use finetune::recipe::{Recipe, RecipeLayers};
 
 use crate::exhaustive::each_third;
-use crate::place::{Place, copy_folder, golden};
+use crate::test_dir::{TestDir, copy_folder, golden};
 
 /// Commands that run too long for this test; other tests or .ci/run run them.
 const RUN_ELSEWHERE: [&str; 2] = ["doctor --selftest", "--recipe quickstart"];
@@ -121,25 +121,25 @@ fn words(line: &str) -> Vec<String> {
 }
 
 /// The folder in which the commands of a page run.
-fn place() -> Place {
-    let place = Place::new();
-    fs::rename(place.path("model"), place.path("MODEL")).unwrap();
-    fs::rename(place.path("rows.jsonl"), place.path("ROWS.jsonl")).unwrap();
-    fs::copy(place.path("ROWS.jsonl"), place.path("TEST.jsonl")).unwrap();
+fn test_dir() -> TestDir {
+    let dir = TestDir::new();
+    fs::rename(dir.path("model"), dir.path("MODEL")).unwrap();
+    fs::rename(dir.path("rows.jsonl"), dir.path("ROWS.jsonl")).unwrap();
+    fs::copy(dir.path("ROWS.jsonl"), dir.path("TEST.jsonl")).unwrap();
     let pairs = fs::read_to_string(root().join("datasets/pairs-train.jsonl")).unwrap();
     let pairs: String = pairs.lines().take(40).map(|line| format!("{line}\n")).collect();
-    fs::write(place.path("PAIRS.jsonl"), pairs).unwrap();
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("ADAPTER"));
-    copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &place.path("MODEL-gptq"));
-    fs::copy(golden("qbases/models/tiny-gguf-q8_0/model.gguf"), place.path("MODEL.gguf")).unwrap();
-    place
+    fs::write(dir.path("PAIRS.jsonl"), pairs).unwrap();
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("ADAPTER"));
+    copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &dir.path("MODEL-gptq"));
+    fs::copy(golden("qbases/models/tiny-gguf-q8_0/model.gguf"), dir.path("MODEL.gguf")).unwrap();
+    dir
 }
 
 /// Parses the arguments, and assembles the recipe of a command that has one.
-fn parse(args: &[String], place: &Place) -> Result<(), String> {
+fn parse(args: &[String], dir: &TestDir) -> Result<(), String> {
     let words = std::iter::once("finetune").chain(args.iter().map(String::as_str));
     let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
-    let folder = place.path(".");
+    let folder = dir.path(".");
     let layers = match &cli.verb {
         None => cli.train.layers(&folder),
         Some(Verb::Train(args)) => args.layers(&folder),
@@ -155,12 +155,12 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
 }
 
 /// Returns true if a model, adapter or data set is on the hub.
-fn asks_the_hub(args: &[String], place: &Place) -> bool {
+fn asks_the_hub(args: &[String], dir: &TestDir) -> bool {
     let is_source = |before: &str| {
         ["--model", "--adapter", "--dataset", "--eval-dataset", "--verify-on", "inspect"].contains(&before)
     };
     let sources = args.windows(2).filter(|pair| is_source(&pair[0])).map(|pair| &pair[1]);
-    sources.into_iter().any(|source| source.contains('/') && !place.path(source).exists())
+    sources.into_iter().any(|source| source.contains('/') && !dir.path(source).exists())
 }
 
 /// Checks that the command prints every line that the page shows of a plan; `...` stands for
@@ -174,7 +174,7 @@ fn check_printed(page: &str, shown: &str, printed: &[String], stdout: &[u8]) {
 }
 
 /// Runs or parses one command of `page`; returns whether it ran.
-fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Place) -> bool {
+fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), dir: &TestDir) -> bool {
     let shown = words.join(" ");
     let ours = ["scripts/", "benchmarks/", ".ci/"];
     for path in words.iter().filter(|word| ours.iter().any(|folder| word.starts_with(folder))) {
@@ -187,7 +187,7 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
     let Some(start) = ours.or(cargo) else {
         let program = command[0].as_str();
         if program == "cmp" {
-            let status = Command::new(program).args(&command[1..]).current_dir(place.path(".")).status();
+            let status = Command::new(program).args(&command[1..]).current_dir(dir.path(".")).status();
             assert!(status.unwrap().success(), "{page}: `{shown}`");
             return true;
         }
@@ -197,23 +197,23 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
     let args = &command[start + 1..];
     let end = args.iter().position(|word| word == ">").unwrap_or(args.len());
     let (args, file) = (&args[..end], args.get(end + 1));
-    if let Err(error) = parse(args, place) {
+    if let Err(error) = parse(args, dir) {
         panic!("{page}: `{shown}`\n{error}");
     }
     let line = args.join(" ");
     let elsewhere = RUN_ELSEWHERE.iter().any(|known| line.contains(known));
     let several = args.iter().any(|arg| arg == "--gpus" || arg == "--world-size");
-    if start > 0 || elsewhere || several || asks_the_hub(args, place) {
+    if start > 0 || elsewhere || several || asks_the_hub(args, dir) {
         return false;
     }
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let variables = variables.iter().filter_map(|variable| variable.split_once('='));
-    let output = place.command(&args).envs(variables).output().unwrap();
-    let errors = place.told(&output.stderr);
+    let output = dir.command(&args).envs(variables).output().unwrap();
+    let errors = dir.told(&output.stderr);
     let is_plan = args[0] == "plan" && errors.contains("error: the plan does not fit\n");
     assert!(output.status.success() || is_plan, "{page}: `{shown}`\n{errors}");
     if let Some(file) = file {
-        fs::write(place.path(file), &output.stdout).unwrap();
+        fs::write(dir.path(file), &output.stdout).unwrap();
     }
     if args[0] == "plan" {
         check_printed(page, &shown, printed, &output.stdout);
@@ -227,16 +227,16 @@ fn is_variable(name: &str) -> bool {
 
 /// Runs the commands of a page in order; returns true if one of them ran.
 fn follow(page: &Path) -> bool {
-    let (place, mut ran) = (place(), false);
+    let (dir, mut ran) = (test_dir(), false);
     for block in blocks(page) {
         match &block.name {
             Some(name) => {
-                fs::create_dir_all(place.path(name).parent().unwrap()).unwrap();
-                place.write(name, &(block.lines.join("\n") + "\n"));
+                fs::create_dir_all(dir.path(name).parent().unwrap()).unwrap();
+                dir.write(name, &(block.lines.join("\n") + "\n"));
             }
             None if block.language == "console" => {
                 for command in commands(&block) {
-                    ran |= check(&name_of(page), &command, &place);
+                    ran |= check(&name_of(page), &command, &dir);
                 }
             }
             None => {}
@@ -277,8 +277,8 @@ fn every_file_that_is_named_is_there() {
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();
         let folder = page.parent().unwrap();
-        let links = link.captures_iter(&text).map(|found| folder.join(&found[1]));
-        let names = named.captures_iter(&text).map(|found| root().join(&found[1]));
+        let links = link.captures_iter(&text).map(|captures| folder.join(&captures[1]));
+        let names = named.captures_iter(&text).map(|captures| root().join(&captures[1]));
         for path in links.chain(names) {
             assert!(path.exists(), "{} names {}", name_of(&page), path.display());
             checked += 1;
@@ -296,14 +296,14 @@ fn every_test_that_shows_a_promise_is_there() {
     for row in page.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| promise |")) {
         let shown = row.rsplit(" | ").next().unwrap();
         let (mut source, mut in_row) = (String::new(), 0);
-        for found in backticks.captures_iter(shown) {
-            if found[1].ends_with(".rs") {
-                source = fs::read_to_string(root().join(&found[1])).unwrap();
+        for captures in backticks.captures_iter(shown) {
+            if captures[1].ends_with(".rs") {
+                source = fs::read_to_string(root().join(&captures[1])).unwrap();
             } else {
                 assert!(
-                    source.contains(&format!("fn {}(", &found[1])),
+                    source.contains(&format!("fn {}(", &captures[1])),
                     "{row}: there is no test {}",
-                    &found[1]
+                    &captures[1]
                 );
                 in_row += 1;
             }

@@ -24,13 +24,13 @@ mod golden_files;
 #[path = "../support/golden_run.rs"]
 mod golden_run;
 #[allow(dead_code, reason = "each test binary uses its part")]
-#[path = "../support/place.rs"]
-mod place;
-#[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/planned_run.rs"]
 mod planned_run;
 #[path = "../support/skipped.rs"]
 mod skipped;
+#[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/test_dir.rs"]
+mod test_dir;
 
 mod best;
 mod docs;

@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use crate::exhaustive::each_third;
-use crate::place::{Place, copy_folder, golden, lora};
 use crate::planned_run::{between, bytes, peak, resized, train, write_text};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 use finetune::model::{ModelConfig, parameters};
 use finetune::weights::ModelFiles;
 use insta::assert_snapshot;
@@ -26,17 +26,17 @@ const OTHERS: [&str; 7] = [
 const KEPT: [&str; 2] = ["--set", "model.dequantize=false"];
 
 /// A folder in which `model` is a packed model.
-fn place(model: &str) -> Place {
-    let place = Place::new();
-    std::fs::remove_dir_all(place.path("model")).unwrap();
+fn test_dir(model: &str) -> TestDir {
+    let dir = TestDir::new();
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
     let from = golden("qbases/models").join(model);
     if from.join("model.gguf").exists() {
-        std::fs::create_dir(place.path("model")).unwrap();
-        std::fs::copy(from.join("model.gguf"), place.path("model/model.gguf")).unwrap();
+        std::fs::create_dir(dir.path("model")).unwrap();
+        std::fs::copy(from.join("model.gguf"), dir.path("model/model.gguf")).unwrap();
     } else {
-        copy_folder(&from, &place.path("model"));
+        copy_folder(&from, &dir.path("model"));
     }
-    place
+    dir
 }
 
 /// The flags of a run to `output`.
@@ -47,29 +47,29 @@ fn run<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     args
 }
 
-fn losses(place: &Place, output: &str) -> Vec<f64> {
-    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+fn losses(dir: &TestDir, output: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(dir.path(output).join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     lines.filter_map(|line| line.get("loss").and_then(Value::as_f64)).collect()
 }
 
-fn adapter(place: &Place, output: &str) -> Vec<u8> {
-    std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap()
+fn adapter(dir: &TestDir, output: &str) -> Vec<u8> {
+    std::fs::read(dir.path(output).join("adapter_model.safetensors")).unwrap()
 }
 
 /// Trains on the packed base. Returns the losses and the texts.
-fn packed(place: &Place, output: &str, more: &[&str]) -> (Vec<f64>, String) {
-    let said = place.said(&run(output, &[more, &KEPT].concat()));
+fn packed(dir: &TestDir, output: &str, more: &[&str]) -> (Vec<f64>, String) {
+    let said = dir.said(&run(output, &[more, &KEPT].concat()));
     assert!(said.contains(" packed in memory"), "{said}");
-    (losses(place, output), said)
+    (losses(dir, output), said)
 }
 
 /// Compares losses with those of a run on the dequantized base. In f32 the first is the same
 /// number; gradients of q, k and v are summed in another order, because their weights are not side
 /// by side. In bf16 small products read the values of a packed base in f32.
-fn compare(place: &Place, name: &str, more: &[&str], packed: &[f64], tolerance: f64) {
-    place.said(&run(name, more));
-    let plain = losses(place, name);
+fn compare(dir: &TestDir, name: &str, more: &[&str], packed: &[f64], tolerance: f64) {
+    dir.said(&run(name, more));
+    let plain = losses(dir, name);
     assert_eq!(packed.len(), 4, "{name}");
     assert!(packed[0] == plain[0] || tolerance > 1e-5, "{name}: {packed:?}, {plain:?}");
     for (ours, wanted) in packed.iter().zip(plain) {
@@ -80,12 +80,12 @@ fn compare(place: &Place, name: &str, more: &[&str], packed: &[f64], tolerance: 
 #[test]
 fn a_packed_base_trains_as_the_dequantized_one() {
     for model in each_third(MODELS.into_iter().chain(OTHERS), 1) {
-        let place = place(model);
-        let (wide, _) = packed(&place, "f32-packed", &[]);
-        compare(&place, "f32", &[], &wide, 1e-6);
+        let dir = test_dir(model);
+        let (wide, _) = packed(&dir, "f32-packed", &[]);
+        compare(&dir, "f32", &[], &wide, 1e-6);
         let bf16 = ["--set", "model.dtype=bf16"];
-        let (narrow, _) = packed(&place, "bf16-packed", &bf16);
-        compare(&place, "bf16", &bf16, &narrow, 2e-3);
+        let (narrow, _) = packed(&dir, "bf16-packed", &bf16);
+        compare(&dir, "bf16", &bf16, &narrow, 2e-3);
     }
 }
 
@@ -96,11 +96,11 @@ fn every_strategy_keeps_a_base_packed() {
     for model in
         each_third([GPTQ, "tiny-fp8-block", "tiny-mxfp4", "tiny-gguf-q4_k", "tiny-ct-nvfp4", "tiny-hqq-4"], 0)
     {
-        let place = place(model);
-        std::fs::create_dir(place.path("off")).unwrap();
+        let dir = test_dir(model);
+        std::fs::create_dir(dir.path("off")).unwrap();
         let [one, two] = [1, 2].map(|turns| format!("train.gradient_accumulation_steps={turns}"));
         let rows = ["--set", "train.micro_batch_size=1", "--set"];
-        let (wanted, _) = packed(&place, "alone", &[&rows[..], &[&two]].concat());
+        let (wanted, _) = packed(&dir, "alone", &[&rows[..], &[&two]].concat());
         let cases: [(&str, &str, &[&str]); 4] = [
             ("fsdp", &one, &["--ranks", "2", "--set", "parallel.strategy=fsdp"]),
             ("ddp", &one, &["--ranks", "2", "--set", "parallel.strategy=ddp"]),
@@ -108,13 +108,13 @@ fn every_strategy_keeps_a_base_packed() {
             ("file", &two, &["--set", "parallel.offload=params", "--set", "parallel.offload_folder=off"]),
         ];
         for (name, turns, more) in cases {
-            let (found, _) = packed(&place, name, &[&rows[..], &[turns], more].concat());
-            assert_eq!(found, wanted, "{model}: {name}");
-            assert!(adapter(&place, name) == adapter(&place, "alone"), "{model}: {name}");
+            let (actual, _) = packed(&dir, name, &[&rows[..], &[turns], more].concat());
+            assert_eq!(actual, wanted, "{model}: {name}");
+            assert!(adapter(&dir, name) == adapter(&dir, "alone"), "{model}: {name}");
         }
         let dora = ["--set", "adapter.kind=dora"];
-        let (found, _) = packed(&place, "dora-packed", &dora);
-        compare(&place, "dora", &dora, &found, 1e-6);
+        let (actual, _) = packed(&dir, "dora-packed", &dora);
+        compare(&dir, "dora", &dora, &actual, 1e-6);
     }
 }
 
@@ -122,36 +122,36 @@ fn every_strategy_keeps_a_base_packed() {
 /// dequantizes. A resumed run keeps the base packed.
 #[test]
 fn outputs_do_not_depend_on_it() {
-    let place = place(GPTQ);
+    let dir = test_dir(GPTQ);
     let saved = |output: &'static str| -> Vec<&'static str> {
         let args = run(output, &[&KEPT[..], &["--set", "checkpoint.async_save=false"]].concat());
         let of = |arg| if arg == "checkpoint.save_steps=never" { "checkpoint.save_steps=2" } else { arg };
         args.into_iter().map(of).collect()
     };
-    place.said(&saved("whole"));
+    dir.said(&saved("whole"));
     // The process ends in the fourth step, which has 8 micro-batches as the others.
-    let cut = place.command(&saved("cut")).env("FINETUNE_FAULT", "0:backward:30:exit").output().unwrap();
-    assert!(!cut.status.success() && place.path("cut/checkpoint-2").exists(), "{}", place.told(&cut.stderr));
-    let said = place.said(&["--resume", "--output", "cut"]);
+    let cut = dir.command(&saved("cut")).env("FINETUNE_FAULT", "0:backward:30:exit").output().unwrap();
+    assert!(!cut.status.success() && dir.path("cut/checkpoint-2").exists(), "{}", dir.told(&cut.stderr));
+    let said = dir.said(&["--resume", "--output", "cut"]);
     assert!(said.contains(" packed in memory"), "{said}");
-    assert!(adapter(&place, "whole") == adapter(&place, "cut"));
+    assert!(adapter(&dir, "whole") == adapter(&dir, "cut"));
     // The other choice has other last bits.
     let other = ["--resume", "--output", "cut", "--set", "model.dequantize=true"];
-    let said = place.refused(&other);
+    let said = dir.refused(&other);
     assert_snapshot!(said[said.find("error: ").unwrap()..], @"
     error: cannot resume cut/checkpoint-4
       caused by: model.dequantize: false in the checkpoint, true now
     hint: resume with the recipe, model and data of the first run, or start anew with another --output
     ");
     // Returns the results with the packed base, and with the dequantized one.
-    place.write("kept.toml", "[model]\ndequantize = false\n");
+    dir.write("kept.toml", "[model]\ndequantize = false\n");
     let both = |args: &[&str]| {
         [&["--recipe", "kept.toml"][..], &[]].map(|more| {
-            let done = place.command(&[args, more].concat()).output().unwrap();
-            let said = place.told(&done.stderr);
+            let done = dir.command(&[args, more].concat()).output().unwrap();
+            let said = dir.told(&done.stderr);
             assert!(done.status.success(), "{said}");
             assert_eq!(said.contains(" packed in memory"), !more.is_empty(), "{said}");
-            place.told(&done.stdout)
+            dir.told(&done.stdout)
         })
     };
     let base = ["--model", "model", "--adapter", "whole"];
@@ -163,16 +163,16 @@ fn outputs_do_not_depend_on_it() {
     assert_eq!(loss(&ours), loss(&wanted));
     assert!(loss(&ours).is_number(), "{ours}");
     let merge = [&["merge"], &base[..], &["--output", "merged", "--verify-on", "rows.jsonl"]].concat();
-    let said = place.said(&merge);
+    let said = dir.said(&merge);
     assert!(said.contains("verified on 64 rows"), "{said}");
-    let merged = ModelFiles::open(&place.path("merged")).unwrap();
+    let merged = ModelFiles::open(&dir.path("merged")).unwrap();
     assert!(merged.names().all(|name| merged.stored_format(name).is_none()));
 }
 
 #[test]
 fn the_choice_is_refused_where_it_has_no_meaning() {
-    let place = place(GPTQ);
-    assert_snapshot!(place.refused(&run("out", &[&KEPT[..], &["--set", "quantization.kind=nf4"]].concat())), @"
+    let dir = test_dir(GPTQ);
+    assert_snapshot!(dir.refused(&run("out", &[&KEPT[..], &["--set", "quantization.kind=nf4"]].concat())), @"
     error: cannot use these settings
       caused by: --set model.dequantize=false: `model.dequantize` is false, which keeps packed weights as they are; `[quantization]` changes them
     hint: remove `dequantize` or `[quantization]`
@@ -180,21 +180,21 @@ fn the_choice_is_refused_where_it_has_no_meaning() {
     let mut full = run("out", &KEPT);
     let at = full.iter().position(|arg| *arg == "lora").unwrap();
     full[at] = "full";
-    assert_snapshot!(place.refused(&full), @"
+    assert_snapshot!(dir.refused(&full), @"
     warning: finetune keeps 14 weights stored as gptq int4 packed in memory
     error: cannot train all weights of a quantized model
       caused by: its linear layers are kept in int4 in groups of 32 (scales in f16), as stored, which takes no updates; the recipe has no `[adapter]`
     hint: add `[adapter]` to train an adapter on it, or remove `model.dequantize`
     ");
-    assert_snapshot!(place.refused(&run("out", &[&KEPT[..], &["--set", "adapter.init=pissa"]].concat())), @r#"
+    assert_snapshot!(dir.refused(&run("out", &[&KEPT[..], &["--set", "adapter.init=pissa"]].concat())), @r#"
     warning: finetune keeps 14 weights stored as gptq int4 packed in memory
     error: cannot start the adapter from this model's weights
       caused by: `adapter.init` is "pissa" or "loftq", which factor the weights before they are quantized; the model is stored in int4 in groups of 32 (scales in f16), as stored
     hint: remove `model.dequantize`, or write `init = "default"`
     "#);
-    assert!(!place.path("out").exists());
+    assert!(!dir.path("out").exists());
     // A model without packed weights.
-    let plain = Place::new();
+    let plain = TestDir::new();
     let said = plain.said(&run("out", &KEPT));
     assert!(said.contains("`model.dequantize = false` has no effect"), "{said}");
 }
@@ -204,20 +204,20 @@ fn the_choice_is_refused_where_it_has_no_meaning() {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_packed_base_saves_the_planned_memory() {
-    let place = resized(&[
+    let dir = resized(&[
         ("hidden_size", 512),
         ("num_key_value_heads", 2),
         ("intermediate_size", 1536),
         ("num_hidden_layers", 8),
     ]);
-    let codes = write_fp8(&place.path("model"));
-    write_text(&place);
+    let codes = write_fp8(&dir.path("model"));
+    write_text(&dir);
     let keys = ["adapter.r=4", "log.tensorboard=false", "train.max_steps=2", "checkpoint.save_steps=never"];
     let more = ["--set", "train.micro_batch_size=2"];
     // Returns the peak, and the plan that the run reports at its end.
     let run = |output: &str, more: &[&str]| {
-        let (peak, done) = peak(&mut train(&place, output, &keys, more));
-        let said = place.told(&done.stderr);
+        let (peak, done) = peak(&mut train(&dir, output, &keys, more));
+        let said = dir.told(&done.stderr);
         assert!(done.status.success(), "{said}");
         [peak, bytes(between(between(&said, "\npeak memory ", "\n"), " (", " planned"))]
     };

@@ -12,15 +12,15 @@ const TWO_STEPS: &str = "train.max_steps=2";
 #[test]
 #[cfg(target_os = "linux")]
 fn runs_keep_to_the_memory_of_their_plan() {
-    let place = resized(&[
+    let dir = resized(&[
         ("hidden_size", 512),
         ("num_key_value_heads", 2),
         ("intermediate_size", 1536),
         ("num_hidden_layers", 8),
         ("vocab_size", 8192),
     ]);
-    write_text(&place);
-    std::fs::create_dir(place.path("away")).unwrap();
+    write_text(&dir);
+    std::fs::create_dir(dir.path("away")).unwrap();
     let always =
         ["model.init=random", "log.tensorboard=false", "data.max_seq_len=256", "checkpoint.save_steps=never"];
     let mut off = Vec::new();
@@ -59,8 +59,8 @@ fn runs_keep_to_the_memory_of_their_plan() {
     for (i, shape) in each_third(shapes, 0).into_iter().enumerate() {
         let keys = [&always[..], shape].concat();
         let ranks: &[&str] = if shape[0].starts_with("parallel.strategy") { &["--ranks", "2"] } else { &[] };
-        let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, ranks));
-        let told = place.told(&done.stderr);
+        let (peak, done) = peak(&mut train(&dir, &format!("out{i}"), &keys, ranks));
+        let told = dir.told(&done.stderr);
         assert!(done.status.success(), "{told}");
         let planned = bytes(between(between(&told, "\npeak memory ", "\n"), " (", " planned"));
         let least = if shape.contains(&"parallel.offload=params") { 0.1 } else { 0.05 };

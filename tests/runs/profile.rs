@@ -7,37 +7,37 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::place::{Place, lora};
 use crate::skipped::skipped;
+use crate::test_dir::{TestDir, lora};
 
 /// A trace of three steps, after one step of waiting and one of warm-up.
 const THREE_STEPS: [&str; 2] = ["--set", "profile.active=3"];
 
 /// Returns the stderr of a run that must succeed. Spans are measured in CPU time of their thread.
-fn run(place: &Place, args: &[&str]) -> String {
-    succeed(place, place.command(args).env("FINETUNE_CLOCK", "processor"))
+fn run(dir: &TestDir, args: &[&str]) -> String {
+    succeed(dir, dir.command(args).env("FINETUNE_CLOCK", "processor"))
 }
 
 /// Like [`run`] with a planted clock: a step takes the time of its work and of `fault`, whatever
 /// else the machine does.
-fn timed(place: &Place, args: &[&str], fault: &str) -> String {
-    let mut command = place.command(args);
+fn timed(dir: &TestDir, args: &[&str], fault: &str) -> String {
+    let mut command = dir.command(args);
     command.env("FINETUNE_CLOCK", "planted");
     if !fault.is_empty() {
         command.env("FINETUNE_FAULT", fault);
     }
-    succeed(place, &mut command)
+    succeed(dir, &mut command)
 }
 
-fn succeed(place: &Place, command: &mut Command) -> String {
+fn succeed(dir: &TestDir, command: &mut Command) -> String {
     let done = command.output().unwrap();
-    let text = place.told(&done.stderr);
+    let text = dir.told(&done.stderr);
     assert!(done.status.success(), "{text}");
     text
 }
 
-fn trace(place: &Place, rank: usize) -> Value {
-    let text = std::fs::read_to_string(place.path(&format!("out/trace/rank-{rank}.json"))).unwrap();
+fn trace(dir: &TestDir, rank: usize) -> Value {
+    let text = std::fs::read_to_string(dir.path(&format!("out/trace/rank-{rank}.json"))).unwrap();
     serde_json::from_str(&text).unwrap()
 }
 
@@ -92,14 +92,14 @@ fn check(folder: &Path) {
 
 /// Trains three steps of 32 rows on the built-in model, one of them traced. Matrix products use the
 /// baseline CPU instructions: faster ones leave a larger share of a step between them.
-fn heavy_step(place: &Place) {
+fn heavy_step(dir: &TestDir) {
     let args =
         ["--recipe", "quickstart", "--output", "out", "--set", "eval.at_end=false", "--set", "data.eval=[]"];
     let sets =
         ["train.max_steps=3", "train.micro_batch_size=32", "log.tensorboard=false", "profile.active=1"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    let mut command = place.command(&[&args[..], &sets].concat());
-    succeed(place, command.env("FINETUNE_CLOCK", "processor").env("FINETUNE_CPU", "baseline"));
+    let mut command = dir.command(&[&args[..], &sets].concat());
+    succeed(dir, command.env("FINETUNE_CLOCK", "processor").env("FINETUNE_CPU", "baseline"));
 }
 
 /// A step of 32 rows of 256 tokens on the built-in model computes enough for the share of named
@@ -107,12 +107,12 @@ fn heavy_step(place: &Place) {
 /// would fail. It is a single step, for the last step of an epoch has fewer rows.
 #[test]
 fn spans_name_what_a_heavy_step_does() {
-    let place = Place::new();
-    heavy_step(&place);
-    let Some(said) = checked(&place.path("out/trace")) else { return };
+    let dir = TestDir::new();
+    heavy_step(&dir);
+    let Some(said) = checked(&dir.path("out/trace")) else { return };
     said.unwrap();
-    let file = place.path("out/trace/rank-0.json");
-    let mut trace = trace(&place, 0);
+    let file = dir.path("out/trace/rank-0.json");
+    let mut trace = trace(&dir, 0);
     // Each kind of operation has spans, whatever its share of the time.
     for op in [
         "matmul",
@@ -138,7 +138,7 @@ fn spans_name_what_a_heavy_step_does() {
     let events = trace["traceEvents"].as_array_mut().unwrap();
     events.retain(|event| !event["name"].as_str().unwrap().starts_with("attention"));
     std::fs::write(file, trace.to_string()).unwrap();
-    let refused = checked(&place.path("out/trace")).unwrap().unwrap_err();
+    let refused = checked(&dir.path("out/trace")).unwrap().unwrap_err();
     assert!(
         refused.contains("spans name what was done in ") && refused.contains(" in backward block"),
         "{refused}"
@@ -147,15 +147,15 @@ fn spans_name_what_a_heavy_step_does() {
 
 #[test]
 fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let text = run(
-        &place,
+        &dir,
         &fsdp(&[&THREE_STEPS[..], &["--output", "out", "--set", "checkpoint.save_steps=3"]].concat()),
     );
     assert!(text.contains("most expensive operations, self time"), "{text}");
     assert!(text.contains("traced 3 steps: trace/rank-*.json opens in ui.perfetto.dev"), "{text}");
-    check(&place.path("out/trace"));
-    let first = trace(&place, 0);
+    check(&dir.path("out/trace"));
+    let first = trace(&dir, 0);
     let names: Vec<&str> = spans(&first).map(|span| span["name"].as_str().unwrap()).collect();
     for name in [
         "step 3",
@@ -204,13 +204,13 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
     };
     let sent: u64 = spans(&first).filter(is_step).map(|span| number(&span["args"]["bytes"])).sum();
     let bench =
-        place.command(&[&["bench", "scaling"][..], &bench_words(), &["--json"]].concat()).output().unwrap();
-    assert!(bench.status.success(), "{}", place.told(&bench.stderr));
+        dir.command(&[&["bench", "scaling"][..], &bench_words(), &["--json"]].concat()).output().unwrap();
+    assert!(bench.status.success(), "{}", dir.told(&bench.stderr));
     let figures: Value = serde_json::from_slice(&bench.stdout).unwrap();
     let one = figures.as_array().map_or(&figures["results"][0], |all| &all[0]);
     assert_eq!(sent, 3 * number(&one["bytes_sent_per_step"]), "{one}");
     let ops: Value =
-        serde_json::from_str(&std::fs::read_to_string(place.path("out/trace/ops.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(dir.path("out/trace/ops.json")).unwrap()).unwrap();
     assert_eq!(number(&ops["steps"]), 3);
     assert!(ops["by_shape"].as_array().unwrap().len() > ops["operations"].as_array().unwrap().len());
 }
@@ -221,31 +221,31 @@ fn bench_words() -> Vec<&'static str> {
 }
 
 /// Returns every file of a run's result, and the figures of its steps except times.
-fn numbers(place: &Place, output: &str) -> (Vec<Value>, Vec<u8>) {
-    let text = std::fs::read_to_string(place.path(&format!("{output}/metrics.jsonl"))).unwrap();
-    let kept = ["step", "epoch", "loss", "learning_rate", "grad_norm", "tokens"];
+fn numbers(dir: &TestDir, output: &str) -> (Vec<Value>, Vec<u8>) {
+    let text = std::fs::read_to_string(dir.path(&format!("{output}/metrics.jsonl"))).unwrap();
+    let keys = ["step", "epoch", "loss", "learning_rate", "grad_norm", "tokens"];
     let line = |line: &str| -> Value {
         let line: Value = serde_json::from_str(line).unwrap();
-        kept.iter().map(|key| line[key].clone()).collect()
+        keys.iter().map(|key| line[key].clone()).collect()
     };
-    let weights: PathBuf = place.path(&format!("{output}/adapter_model.safetensors"));
+    let weights: PathBuf = dir.path(&format!("{output}/adapter_model.safetensors"));
     (text.lines().map(line).collect(), std::fs::read(weights).unwrap())
 }
 
 #[test]
 fn a_trace_changes_no_number() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let dropout = ["--set", "adapter.lora_dropout=0.1", "--set", "checkpoint.save_steps=2"];
-    let text = run(&place, &lora(&dropout));
-    assert!(!place.path("out/trace").exists() && !text.contains("dearest"), "{text}");
-    let plain = numbers(&place, "out");
-    std::fs::rename(place.path("out"), place.path("plain")).unwrap();
+    let text = run(&dir, &lora(&dropout));
+    assert!(!dir.path("out/trace").exists() && !text.contains("dearest"), "{text}");
+    let plain = numbers(&dir, "out");
+    std::fs::rename(dir.path("out"), dir.path("plain")).unwrap();
     let cycles = ["--set", "profile.wait=0", "--set", "profile.active=1", "--set", "profile.repeat=0"];
-    run(&place, &lora(&[&dropout[..], &cycles].concat()));
-    assert_eq!(numbers(&place, "out"), plain);
-    check(&place.path("out/trace"));
+    run(&dir, &lora(&[&dropout[..], &cycles].concat()));
+    assert_eq!(numbers(&dir, "out"), plain);
+    check(&dir.path("out/trace"));
     // Cycles of one warm-up step and one traced step.
-    let first = trace(&place, 0);
+    let first = trace(&dir, 0);
     let steps: Vec<&str> = spans(&first)
         .filter(|span| span["cat"] == "step")
         .map(|span| span["name"].as_str().unwrap())
@@ -254,23 +254,23 @@ fn a_trace_changes_no_number() {
     assert!(spans(&first).any(|span| span["name"].as_str().unwrap().starts_with("dropout ")));
     // A resumed run may have another schedule.
     let resumed = ["--set", "train.max_steps=4", "--resume", "out/checkpoint-2", "--set", "profile.active=2"];
-    run(&place, &lora(&[&dropout[..], &resumed].concat()));
+    run(&dir, &lora(&[&dropout[..], &resumed].concat()));
 }
 
 #[test]
 fn a_run_without_a_step_to_keep_says_so() {
-    let place = Place::new();
-    let text = run(&place, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]));
+    let dir = TestDir::new();
+    let text = run(&dir, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]));
     assert!(text.contains("warning: nothing was traced"), "{text}");
     assert!(text.contains("the first step that `[profile]` keeps is 11; the run had 4 steps"), "{text}");
-    assert!(!place.path("out/trace").exists());
+    assert!(!dir.path("out/trace").exists());
 }
 
 /// Returns the names of the bottlenecks that a run with this fault reports.
 fn named(more: &[&str], fault: &str) -> Vec<String> {
-    let place = Place::new();
+    let dir = TestDir::new();
     let sets = [&["--set", "train.max_steps=8", "--set", "profile.active=5"][..], more].concat();
-    let text = timed(&place, &lora(&sets), fault);
+    let text = timed(&dir, &lora(&sets), fault);
     if !fault.is_empty() {
         assert!(text.contains("strikes"), "{text}");
     }
@@ -296,11 +296,11 @@ fn planted_bottlenecks_are_named() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn real_delays_are_counted_where_they_are() {
     let least = |more: &[&str], fault: &str, secs: fn(&Value) -> &Value, planted: f64| {
-        let place = Place::new();
+        let dir = TestDir::new();
         let sets =
             [&["--set", "checkpoint.save_steps=1", "--set", "checkpoint.async_save=false"], more].concat();
-        succeed(&place, place.command(&lora(&sets)).env("FINETUNE_FAULT", fault));
-        let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+        succeed(&dir, dir.command(&lora(&sets)).env("FINETUNE_FAULT", fault));
+        let text = std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         // The first step follows no save.
         for line in lines.iter().filter(|line| line["loss"].is_f64()).skip(1) {
@@ -316,8 +316,8 @@ fn real_delays_are_counted_where_they_are() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant clocks")]
 fn a_healthy_run_is_called_healthy() {
-    let place = Place::new();
-    let text = timed(&place, &lora(&["--set", "train.max_steps=8", "--set", "profile.active=5"]), "");
+    let dir = TestDir::new();
+    let text = timed(&dir, &lora(&["--set", "train.max_steps=8", "--set", "profile.active=5"]), "");
     assert!(text.contains("no bottleneck: no rule of docs/profiling.md applies"), "{text}");
 }
 
@@ -325,12 +325,12 @@ fn a_healthy_run_is_called_healthy() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn what_is_clear_is_said_without_a_trace() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let eight = ["--set", "train.max_steps=8"];
-    let text = timed(&place, &lora(&eight), "0:data:slow=300ms");
+    let text = timed(&dir, &lora(&eight), "0:data:slow=300ms");
     assert!(text.contains("warning: input-bound: "), "{text}");
-    let place = Place::new();
-    let text = timed(&place, &lora(&eight), "0:data:slow=5ms");
+    let dir = TestDir::new();
+    let text = timed(&dir, &lora(&eight), "0:data:slow=5ms");
     assert!(!text.contains("input-bound"), "{text}");
 }
 

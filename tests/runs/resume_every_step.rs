@@ -8,13 +8,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::place::{Place, copy_folder};
+use crate::test_dir::{TestDir, copy_folder};
 
 /// A method: its name, its recipe, and keys.
 const METHODS: [(&str, &str, &[&str]); 9] = [
     ("full", "full", &[]),
     ("bf16 without masters", "full", &["model.dtype=bf16", "optimizer.master=none"]),
-    ("lora", "lora", &["adapter.lora_dropout=0.1"]),
+    ("lora", "lora", &["adapter.lora_dropout=0.1", "train.neftune_alpha=5"]),
     ("qlora", "qlora", &[]),
     ("dora", "dora", &[]),
     ("8-bit states", "lora", &["optimizer.state=int8"]),
@@ -24,7 +24,7 @@ const METHODS: [(&str, &str, &[&str]); 9] = [
 ];
 
 struct Method<'a> {
-    place: &'a Place,
+    dir: &'a TestDir,
     recipe: &'a str,
     keys: &'a [&'a str],
     ranks: usize,
@@ -52,31 +52,28 @@ impl Method<'_> {
             args.extend(["--set", key]);
         }
         args.extend(more);
-        let done = self.place.command(&args).env("RAYON_NUM_THREADS", "1").output().unwrap();
-        assert!(done.status.success(), "{args:?}\n{}", self.place.told(&done.stderr));
+        let done = self.dir.command(&args).env("RAYON_NUM_THREADS", "1").output().unwrap();
+        assert!(done.status.success(), "{args:?}\n{}", self.dir.told(&done.stderr));
     }
 
     /// Compares an unbroken run with runs resumed `from` each of these steps.
     fn resumes(&self, name: &str, from: impl Iterator<Item = u64>) {
         let whole = format!("{name} {}", self.ranks);
         self.run(&whole, &[]);
-        let wanted = files(&self.place.path(&whole), 0);
+        let wanted = files(&self.dir.path(&whole), 0);
         assert!(
             wanted.keys().any(|file| file.ends_with(&format!("checkpoint-{}/manifest.json", self.steps)))
         );
         for step in from {
             let again = format!("{whole} from {step}");
             let checkpoint = format!("checkpoint-{step}");
-            std::fs::create_dir(self.place.path(&again)).unwrap();
-            copy_folder(
-                &self.place.path(&whole).join(&checkpoint),
-                &self.place.path(&again).join(&checkpoint),
-            );
+            std::fs::create_dir(self.dir.path(&again)).unwrap();
+            copy_folder(&self.dir.path(&whole).join(&checkpoint), &self.dir.path(&again).join(&checkpoint));
             self.run(&again, &["--resume"]);
-            let found = files(&self.place.path(&again), step);
+            let actual = files(&self.dir.path(&again), step);
             let due = wanted.iter().filter(|(file, _)| step_of(file).is_none_or(|saved| saved >= step));
             for (file, bytes) in due {
-                assert!(found.get(file) == Some(bytes), "{again}: {file}");
+                assert!(actual.get(file) == Some(bytes), "{again}: {file}");
             }
         }
     }
@@ -90,7 +87,7 @@ fn step_of(file: &str) -> Option<u64> {
 /// Returns a run's files, except those with times, by name below its folder; checkpoints from step
 /// `first` on.
 fn files(folder: &Path, first: u64) -> BTreeMap<String, Vec<u8>> {
-    let mut found = BTreeMap::new();
+    let mut contents = BTreeMap::new();
     let folders = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let is_checkpoint = |path: &Path| {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
@@ -100,20 +97,20 @@ fn files(folder: &Path, first: u64) -> BTreeMap<String, Vec<u8>> {
         for path in std::fs::read_dir(&inner).unwrap().map(|entry| entry.unwrap().path()) {
             let name = path.strip_prefix(folder).unwrap().to_string_lossy().into_owned();
             if path.is_file() && !["README.md", "report.html", "metrics.jsonl"].contains(&name.as_str()) {
-                found.insert(name, std::fs::read(&path).unwrap());
+                contents.insert(name, std::fs::read(&path).unwrap());
             }
         }
     }
-    found
+    contents
 }
 
 #[test]
 fn every_method_goes_on_to_the_byte() {
     let all = std::env::var_os("FINETUNE_EVERY_STEP").is_some();
-    let place = Place::new();
+    let dir = TestDir::new();
     for (at, (name, recipe, keys)) in METHODS.into_iter().enumerate() {
         for ranks in [1, 4] {
-            let method = |steps| Method { place: &place, recipe, keys, ranks, steps };
+            let method = |steps| Method { dir: &dir, recipe, keys, ranks, steps };
             if all {
                 method(20).resumes(name, 1..20);
             } else if ranks == [1, 4][at % 2] {

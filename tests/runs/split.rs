@@ -75,7 +75,8 @@ impl Case<'_> {
             "optimizer.weight_decay=0.1".into(),
             "log.tensorboard=false".into(),
         ];
-        let adapter = ["adapter.r=4", "adapter.lora_alpha=8", "adapter.lora_dropout=0.1"];
+        let adapter =
+            ["adapter.r=4", "adapter.lora_alpha=8", "adapter.lora_dropout=0.1", "train.neftune_alpha=5"];
         match self.method {
             "full" => {}
             "lora" => set.extend(adapter.map(String::from)),
@@ -135,14 +136,14 @@ fn losses(output: &Path) -> Vec<f64> {
 fn equal_to_the_bit(cases: &[Case<'_>]) {
     let mut alone: BTreeMap<String, (Tensors, Vec<f64>)> = BTreeMap::new();
     for case in cases {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let key = format!("{} {} {:?}", case.method, case.micro_batches, case.more);
         let wanted = alone.entry(key).or_insert_with(|| {
-            let output = place.path().join("alone");
+            let output = dir.path().join("alone");
             case.one_rank().train(&output);
             (result(&output), losses(&output))
         });
-        let output = place.path().join("split");
+        let output = dir.path().join("split");
         case.train(&output);
         let name = format!(
             "{} on {} ranks, {}, offload {}, {:?}",
@@ -150,21 +151,21 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
         );
         assert_eq!(wanted.1.len(), STEPS);
         assert_eq!(losses(&output), wanted.1, "losses of {name}");
-        let found = result(&output);
-        assert_eq!(found.keys().collect::<Vec<_>>(), wanted.0.keys().collect::<Vec<_>>());
+        let actual = result(&output);
+        assert_eq!(actual.keys().collect::<Vec<_>>(), wanted.0.keys().collect::<Vec<_>>());
         for (tensor, values) in &wanted.0 {
-            assert!(found[tensor] == *values, "{tensor} of {name}");
+            assert!(actual[tensor] == *values, "{tensor} of {name}");
         }
-        let left = std::fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let left = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
         assert!(left.into_iter().all(|name| name == "alone" || name == "split"), "a file of {name} is left");
     }
 }
 
 /// Returns the Euclidean distance divided by the norm.
-fn relative(found: &Tensors, wanted: &Tensors) -> f64 {
+fn relative(actual: &Tensors, wanted: &Tensors) -> f64 {
     let (mut off, mut all) = (0f64, 0f64);
     for (tensor, values) in wanted {
-        for (a, b) in found[tensor].iter().zip(values) {
+        for (a, b) in actual[tensor].iter().zip(values) {
             off += (f64::from(*a) - f64::from(*b)).powi(2);
             all += f64::from(*b).powi(2);
         }
@@ -172,9 +173,9 @@ fn relative(found: &Tensors, wanted: &Tensors) -> f64 {
     (off / all).sqrt()
 }
 
-fn near(found: &[f64], wanted: &[f64], name: &str) {
-    assert_eq!(found.len(), wanted.len(), "{name}");
-    for (step, (a, b)) in found.iter().zip(wanted).enumerate() {
+fn near(actual: &[f64], wanted: &[f64], name: &str) {
+    assert_eq!(actual.len(), wanted.len(), "{name}");
+    for (step, (a, b)) in actual.iter().zip(wanted).enumerate() {
         assert!((a / b - 1.0).abs() < 1e-6, "{name}: loss {a} at step {step}, {b} on one rank");
     }
 }
@@ -240,7 +241,7 @@ fn every_kind_of_parameter_is_the_same_on_ranks() {
 #[test]
 fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
     for (method, ranks) in [("full", 2), ("full", 3), ("lora", 2)] {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let base = Case {
             method,
             micro_batches: 2 * ranks,
@@ -250,10 +251,10 @@ fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
             offload: "none",
             more: &["train.max_grad_norm=0.5"],
         };
-        let alone = place.path().join("alone");
+        let alone = dir.path().join("alone");
         base.one_rank().train(&alone);
         for strategy in STRATEGIES {
-            let output = place.path().join(strategy);
+            let output = dir.path().join(strategy);
             Case { strategy, ..base }.train(&output);
             let name = format!("{strategy} on {ranks} ranks, {method}");
             near(&losses(&output), &losses(&alone), &name);
@@ -266,7 +267,7 @@ fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
 /// Gradients reduced in 16 bits change the run a little, and need fewer bytes.
 #[test]
 fn reduce_dtype_is_used() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let train = |more: &[&str]| {
         let case = Case {
             method: "full",
@@ -277,7 +278,7 @@ fn reduce_dtype_is_used() {
             offload: "none",
             more,
         };
-        let output = place.path().join(more[0]);
+        let output = dir.path().join(more[0]);
         case.train(&output);
         result(&output)
     };
@@ -291,7 +292,7 @@ fn reduce_dtype_is_used() {
 #[test]
 fn runs_go_on_with_other_ranks() {
     for (method, state) in [("full", "f32"), ("full", "int8"), ("qlora", "f32")] {
-        let place = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let state = format!("optimizer.state={state}");
         let more =
             [state.as_str(), "train.max_steps=10", "checkpoint.save_steps=2", "checkpoint.keep_last=9"];
@@ -304,13 +305,13 @@ fn runs_go_on_with_other_ranks() {
             offload,
             more: &more,
         };
-        let alone = place.path().join("alone");
+        let alone = dir.path().join("alone");
         case(1, "single", "none").train(&alone);
         let (wanted, mut from) = (losses(&alone), alone.clone());
         let hops =
             [(2, "fsdp", "params"), (4, "hsdp", "optimizer"), (3, "zero2", "file"), (1, "single", "none")];
         for (hop, (ranks, strategy, offload)) in hops.into_iter().enumerate() {
-            let output = place.path().join(format!("hop-{hop}"));
+            let output = dir.path().join(format!("hop-{hop}"));
             let step = 2 * (hop + 1);
             copy_folder(&from.join(format!("checkpoint-{step}")), &output.join(format!("checkpoint-{step}")));
             case(ranks, strategy, offload).resume(&output);
@@ -318,7 +319,7 @@ fn runs_go_on_with_other_ranks() {
             near(&losses(&output), &wanted[step..], &name);
             // After the last step nothing is left to train: the loaded weights are written
             // unchanged.
-            let again = place.path().join(format!("again-{hop}"));
+            let again = dir.path().join(format!("again-{hop}"));
             copy_folder(&output.join("checkpoint-10"), &again.join("checkpoint-10"));
             case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }, "none").resume(&again);
             assert!(result(&again) == result(&output), "weights of {name}, loaded again");
@@ -329,7 +330,7 @@ fn runs_go_on_with_other_ranks() {
 
 #[test]
 fn ranks_that_do_not_divide_a_resumed_step() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let case = |ranks, strategy| Case {
         method: "lora",
         micro_batches: 4,
@@ -339,8 +340,8 @@ fn ranks_that_do_not_divide_a_resumed_step() {
         offload: "none",
         more: &["checkpoint.save_steps=4"],
     };
-    case(4, "ddp").train(place.path());
-    let said = case(3, "ddp").command(place.path()).arg("--resume").output().unwrap();
+    case(4, "ddp").train(dir.path());
+    let said = case(3, "ddp").command(dir.path()).arg("--resume").output().unwrap();
     let text = String::from_utf8_lossy(&said.stderr);
     assert_eq!(said.status.code(), Some(1), "{text}");
     assert!(text.contains("which 3 ranks cannot share evenly"), "{text}");

@@ -1,20 +1,21 @@
 //! The same run for any number of threads, including many.
 
 use crate::golden_run::{metrics, number};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Returns the results of a run in `dtype` on this many threads: the losses as bits, and the
 /// adapter file.
 fn run(threads: &str, dtype: &str) -> (Vec<u64>, Vec<u8>) {
-    let place = Place::new();
+    let dir = TestDir::new();
     let dtype = format!("model.dtype={dtype}");
     // Enough rows that products are packed and work is shared among many threads.
     let rows = ["--set", "train.micro_batch_size=16", "--set", "train.gradient_accumulation_steps=1"];
-    let more = ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1"];
-    let mut command = place.command(&lora(&[&rows[..], &more].concat()));
+    let more =
+        ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1", "--set", "train.neftune_alpha=5"];
+    let mut command = dir.command(&lora(&[&rows[..], &more].concat()));
     let done = command.env("RAYON_NUM_THREADS", threads).output().unwrap();
-    assert!(done.status.success(), "{}", place.told(&done.stderr));
-    let folder = place.path("out");
+    assert!(done.status.success(), "{}", dir.told(&done.stderr));
+    let folder = dir.path("out");
     let losses = metrics(&folder, "loss").iter().map(|step| number(step, "loss").to_bits()).collect();
     (losses, std::fs::read(folder.join("adapter_model.safetensors")).unwrap())
 }

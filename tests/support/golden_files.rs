@@ -40,25 +40,25 @@ pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> 
     if exists(name) {
         return vec![name.to_owned()];
     }
-    let (place, layers) = match name.rsplit_once("experts.") {
-        Some((place, "gate_up_proj")) => {
-            (place, [["gate_proj", "up_proj"], ["w1", "w3"], ["gate_up_proj", ""]])
+    let (prefix, layers) = match name.rsplit_once("experts.") {
+        Some((prefix, "gate_up_proj")) => {
+            (prefix, [["gate_proj", "up_proj"], ["w1", "w3"], ["gate_up_proj", ""]])
         }
-        Some((place, "down_proj")) => (place, [["down_proj", ""], ["w2", ""], ["", ""]]),
+        Some((prefix, "down_proj")) => (prefix, [["down_proj", ""], ["w2", ""], ["", ""]]),
         _ if name.contains(".router.") => return vec![name.replace(".router.", ".router.layer.")],
         _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
     };
     // Granite stores them fused too, under other names.
     let layer = if name.ends_with("gate_up_proj") { "input" } else { "output" };
-    let stacked = format!("{place}{layer}_linear.weight");
+    let stacked = format!("{prefix}{layer}_linear.weight");
     if exists(&stacked) {
         return vec![stacked];
     }
-    let places = [place.to_owned(), place.replace(".mlp.", ".block_sparse_moe."), place.to_owned()];
+    let places = [prefix.to_owned(), prefix.replace(".mlp.", ".block_sparse_moe."), prefix.to_owned()];
     let of_expert = |expert: usize| {
-        let named = places.iter().zip(layers).flat_map(move |(place, layers)| {
+        let named = places.iter().zip(layers).flat_map(move |(prefix, layers)| {
             let layers = layers.into_iter().filter(|layer| !layer.is_empty());
-            layers.map(move |layer| format!("{place}experts.{expert}.{layer}.weight"))
+            layers.map(move |layer| format!("{prefix}experts.{expert}.{layer}.weight"))
         });
         named.filter(|name| exists(name)).collect::<Vec<_>>()
     };

@@ -114,10 +114,11 @@ fn assert_same_buffers(ours: &ModelFiles, base: &Path) {
 }
 
 /// Returns the largest absolute difference over all tensors of two models or adapters with the same
-/// names. Of a larger model only tensors with one of `kept` in their names are stored.
-fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<Value>>) -> f32 {
-    let is_kept =
-        |name: &&str| kept.is_none_or(|parts| parts.iter().any(|part| name.contains(part.as_str().unwrap())));
+/// names. Of a larger model only tensors with one of `selected` in their names are stored.
+fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, selected: Option<&Vec<Value>>) -> f32 {
+    let is_kept = |name: &&str| {
+        selected.is_none_or(|parts| parts.iter().any(|part| name.contains(part.as_str().unwrap())))
+    };
     let parts = |name: &str| names_in_checkpoint(name, |name| ours.info(name).is_some());
     let wanted: BTreeSet<String> = theirs.names().flat_map(parts).collect();
     // Goldens have no buffers.
@@ -151,8 +152,8 @@ pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)])
 
 /// Like [`follows`], with `more` flags and `variables` in the environment.
 pub(crate) fn follows_as(name: &str, split: Split, more: &[&str], variables: &[(&str, &str)]) {
-    let (folder, place) = (golden_of_family(&format!("train/{name}")), tempfile::tempdir().unwrap());
-    let output = place.path().join("out");
+    let (folder, dir) = (golden_of_family(&format!("train/{name}")), tempfile::tempdir().unwrap());
+    let output = dir.path().join("out");
     steps_follow(name, split, more, variables, &output, [2e-5, 2e-4]);
     let trajectory = trajectory(&folder);
     let name = format!("{name}, {split:?}");
@@ -213,9 +214,9 @@ fn steps_follow(
 /// recipe text beside it. Losses are within 1 % of the original's, and the bits are the same each
 /// time.
 pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)]) {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let losses = |&(variable, more): &((&str, &str), Option<&str>)| {
-        let output = place.path().join(variable.1);
+        let output = dir.path().join(variable.1);
         let keys = std::iter::once("model.dtype=bf16").chain(more);
         let flags: Vec<_> = keys.flat_map(|key| ["--set", key]).collect();
         steps_follow(name, ONE_RANK, &flags, &[variable], &output, [1e-2, 1e-1]);
@@ -231,15 +232,15 @@ pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)])
 /// Losses have the same bits if the weights are copied from the host for each use and blocks are
 /// recomputed, and others without fp8.
 pub(crate) fn follows_in_fp8(name: &str, limits: [f64; 2], variables: &[(&str, &str)]) {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let losses = |more: &[&str]| {
-        let output = place.path().join(format!("out{}", more.len()));
+        let output = dir.path().join(format!("out{}", more.len()));
         let flags: Vec<_> = ["model.dtype=bf16"].iter().chain(more).flat_map(|key| ["--set", key]).collect();
         steps_follow(name, ONE_RANK, &flags, variables, &output, limits);
         metrics(&output, "loss").iter().map(|step| number(step, "loss").to_bits()).collect::<Vec<_>>()
     };
     let fp8 = "train.base_products=fp8";
-    let kept = losses(&[fp8]);
-    assert_eq!(losses(&[fp8, "parallel.offload=params", "train.recompute=block"]), kept, "{name}");
-    assert_ne!(losses(&[]), kept, "{name}: the key has no effect");
+    let fp8_losses = losses(&[fp8]);
+    assert_eq!(losses(&[fp8, "parallel.offload=params", "train.recompute=block"]), fp8_losses, "{name}");
+    assert_ne!(losses(&[]), fp8_losses, "{name}: the key has no effect");
 }

@@ -56,10 +56,10 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     let stored = floats(&expected, "logits");
     let vocab = engine.config.vocab_size;
     // Some files have the last positions alone.
-    let kept = expected.info("logits").expect("there").shape[1];
+    let positions = expected.info("logits").expect("there").shape[1];
     let (mut count, mut distance) = (0, 0f32);
     for (row, theirs) in stored.chunks(vocab).enumerate() {
-        let (sequence, position) = (row / kept, length - kept + row % kept);
+        let (sequence, position) = (row / positions, length - positions + row % positions);
         if mask[sequence * length + position] == 1 {
             let start = (batch.samples[sequence].start + position) * vocab;
             let pairs = theirs.iter().zip(&ours[start..start + vocab]);
@@ -67,6 +67,6 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
             count += 1;
         }
     }
-    assert!(count == batch.ids.len() || (kept < length && count > 0), "{count}");
+    assert!(count == batch.ids.len() || (positions < length && count > 0), "{count}");
     distance
 }

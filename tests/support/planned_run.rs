@@ -8,29 +8,29 @@ use std::time::Duration;
 use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
 
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 /// tiny-llama with other sizes, without weights.
-pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {
-    let place = Place::new();
-    let path = place.path("model/config.json");
+pub(crate) fn resized(keys: &[(&str, u64)]) -> TestDir {
+    let dir = TestDir::new();
+    let path = dir.path("model/config.json");
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     for (key, value) in keys {
         config[*key] = json!(value);
     }
     std::fs::write(&path, config.to_string()).unwrap();
-    std::fs::remove_file(place.path("model/model.safetensors")).unwrap();
-    place
+    std::fs::remove_file(dir.path("model/model.safetensors")).unwrap();
+    dir
 }
 
-/// The command of a run of `place`'s model on its rows.
-pub(crate) fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
+/// The command of a run of `dir`'s model on its rows.
+pub(crate) fn train(dir: &TestDir, output: &str, keys: &[&str], more: &[&str]) -> Command {
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
     for key in ["optimizer.learning_rate=1e-4", "data.max_seq_len=128"].iter().chain(keys) {
         args.extend(["--set", key]);
     }
     args.extend(more);
-    place.command(&args)
+    dir.command(&args)
 }
 
 /// Returns the bytes of a size such as `1.50 GiB`.
@@ -71,14 +71,14 @@ pub(crate) fn write_headers(model: &Path) {
 
 /// Writes rows of text, enough to fill micro-batches of a thousand tokens; smaller ones would
 /// fragment memory.
-pub(crate) fn write_text(place: &Place) {
+pub(crate) fn write_text(dir: &TestDir) {
     let words: Vec<&str> =
         "the island of a sea and the wind over it was quiet for many days".split(' ').collect();
     let row = |i: usize| {
         let text: Vec<&str> = (0..120).map(|j| words[(i * 7 + j * 3) % words.len()]).collect();
         json!({ "text": text.join(" ") }).to_string() + "\n"
     };
-    place.write("rows.jsonl", &(0..400).map(row).collect::<String>());
+    dir.write("rows.jsonl", &(0..400).map(row).collect::<String>());
 }
 
 /// Returns the peak memory of a process and its output.

@@ -104,10 +104,10 @@ impl<'a> Authority<'a> {
     }
 }
 
-fn bad_port(found: &str) -> String {
-    let shown = match found.len() {
+fn bad_port(digits: &str) -> String {
+    let shown = match digits.len() {
         0 => "empty".to_owned(),
-        1..=MOST_REPEATED if found.bytes().all(|byte| byte.is_ascii_graphic()) => format!("`{found}`"),
+        1..=MOST_REPEATED if digits.bytes().all(|byte| byte.is_ascii_graphic()) => format!("`{digits}`"),
         _ => "no number".to_owned(),
     };
     format!("its port is {shown}; accepted: {PORTS}, or no colon and no port")

@@ -25,11 +25,11 @@ pub fn find(name: &str) -> Result<(), String> {
     }
     let folders = std::env::var_os("PATH").unwrap_or_default();
     let places: Vec<PathBuf> = std::env::split_paths(&folders).map(|folder| folder.join(name)).collect();
-    if places.iter().any(|place| check(place).is_ok()) {
+    if places.iter().any(|path| check(path).is_ok()) {
         return Ok(());
     }
     // An existing file that fails the check explains more than all missing ones.
-    let problem = places.iter().find(|place| place.is_file()).and_then(|place| check(place).err());
+    let problem = places.iter().find(|path| path.is_file()).and_then(|path| check(path).err());
     Err(problem.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`")))
 }
 

@@ -176,7 +176,7 @@ mod tests {
         Example {
             ids: ids.to_vec(),
             trained: trained.iter().map(|t| *t == 1).collect(),
-            origin: Origin { file: Arc::from(Path::new("x")), place: RowOrigin::Line(1) },
+            origin: Origin { file: Arc::from(Path::new("x")), row: RowOrigin::Line(1) },
             group: None,
             role: Role::Plain,
         }

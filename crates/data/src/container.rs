@@ -167,7 +167,7 @@ fn read_text(
             }
             let first = text.bytes.trim_ascii_start().first();
             match first {
-                Some(found) if kind == FileKind::Json && !b"[{".contains(found) => {
+                Some(byte) if kind == FileKind::Json && !b"[{".contains(byte) => {
                     let content = String::from_utf8_lossy(text.bytes.trim_ascii_start());
                     let first_char = content.chars().next().unwrap_or_default();
                     let why = format!("it begins with {first_char:?}; a JSON array or object is needed");
@@ -193,7 +193,7 @@ fn begins_with_row(bytes: &[u8]) -> bool {
 }
 
 fn document(text: TextFile<'_>, source: &mut DataFile) {
-    let origin = Origin { file: text.file, place: RowOrigin::Line(1) };
+    let origin = Origin { file: text.file, row: RowOrigin::Line(1) };
     let text = match String::from_utf8(text.bytes.into_owned()) {
         Ok(text) => text,
         Err(error) => {

@@ -85,8 +85,8 @@ impl ControlTokens {
         let (mut encoded, mut at) = (Encoded::default(), 0);
         let as_always = |piece: &str| tokenizer.encode_within(piece, false, budget);
         let as_text = |piece: &str| tokenizer.encode_as_text(piece);
-        for found in self.marked.captures_iter(text) {
-            let (Some(whole), token) = (found.get(0), found.get(1)) else { continue };
+        for captures in self.marked.captures_iter(text) {
+            let (Some(whole), token) = (captures.get(0), captures.get(1)) else { continue };
             append(&mut encoded, &text[at..whole.start()], at, &as_always)?;
             at = whole.end();
             let Some(token) = token else { continue };

@@ -46,7 +46,7 @@ pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> 
     while reader.read_byte_record(&mut record).map_err(failed)? {
         let start = record.position().map_or(0, csv::Position::byte);
         let line = counter.line_of(table.start + start as usize);
-        let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
+        let origin = Origin { file: file.clone(), row: RowOrigin::Line(line) };
         match fields(&names, &record) {
             Ok(value) => {
                 bounds.count(row_bytes(&value)).map_err(cannot)?;

@@ -382,7 +382,7 @@ impl<'a> Encoder<'a> {
         let Some(pattern) = &self.special_pattern else { return Vec::new() };
         let mut held = BTreeSet::new();
         let mut find = |text: &str| {
-            held.extend(pattern.find_iter(text).map(|found| found.as_str().to_owned()));
+            held.extend(pattern.find_iter(text).map(|matched| matched.as_str().to_owned()));
         };
         for message in chat.messages {
             find(&text_of(message));

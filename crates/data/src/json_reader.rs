@@ -131,7 +131,7 @@ fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
 /// Parses `part`: a row, or an object that cannot be used. The outer error means that it is no
 /// object.
 fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadRow>, BadRow> {
-    let origin = Origin { file: text.file.clone(), place: RowOrigin::Line(part.line) };
+    let origin = Origin { file: text.file.clone(), row: RowOrigin::Line(part.line) };
     let bad =
         |why: String| BadRow { origin: origin.clone(), fault: RowFault::new(RowFaultKind::Unreadable, why) };
     let bytes = &text.bytes[part.range.clone()];
@@ -153,8 +153,8 @@ fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadR
 fn why_unreadable(bytes: &[u8], error: &serde_json::Error, line: u64) -> String {
     match std::str::from_utf8(bytes) {
         Ok(_) => python_json::placed(error, line),
-        Err(found) => {
-            let at = found.valid_up_to();
+        Err(error) => {
+            let at = error.valid_up_to();
             let (likely, _) = text_encoding::narrow(bytes);
             format!("not UTF-8: its byte {} is 0x{:02X}, perhaps of {likely}", at + 1, bytes[at])
         }

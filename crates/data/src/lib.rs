@@ -51,7 +51,6 @@ mod example_source;
 mod expansion;
 mod figures;
 mod file_formats;
-mod found_tokenizer;
 mod jinja;
 mod json_cut;
 mod json_reader;
@@ -65,19 +64,20 @@ mod other_files;
 mod pair_rows;
 mod parquet_rows;
 mod parsed_row;
+mod parsed_tokenizer;
 mod python_json;
 mod raw_rows;
 mod report;
 mod role;
 mod sandbox_limits;
 mod saved_dataset;
+mod selected_rows;
 mod settle;
 mod spans;
 mod special_token;
 mod step_source;
 mod table_rows;
 mod table_values;
-mod taken_rows;
 mod template_child;
 mod template_engine;
 mod template_files;
@@ -109,9 +109,9 @@ pub use prompts::{Prompt, PromptEncoder};
 pub use report::DataReport;
 pub use role::Role;
 pub use sampler::{Cursor, Sampler, SamplerOptions};
+pub use selected_rows::{hold_out, take, weighted};
 pub use source::{DataFile, Split};
 pub use step_source::StepSource;
-pub use taken_rows::{hold_out, take, weighted};
 pub use template::ChatTemplate;
 pub use template_files::stored_templates;
 pub use tokenizer::Tokenizer;
@@ -180,12 +180,12 @@ pub struct Origin {
     /// The file's path as the user named it.
     pub file: Arc<Path>,
     /// The position in the file.
-    pub place: RowOrigin,
+    pub row: RowOrigin,
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.place {
+        match self.row {
             RowOrigin::Line(line) => write!(f, "{}:{line}", self.file.display()),
             RowOrigin::Row(row) => write!(f, "{} row {row}", self.file.display()),
         }

@@ -99,11 +99,11 @@ fn find_cut(
     piece: &Encoded,
     encode: &impl Fn(&str) -> Result<Encoded>,
 ) -> Result<Option<(usize, usize)>> {
-    for place in places(text, from + PIECE_BYTES / 2..from + PIECE_BYTES) {
-        let Some(tokens) = cut(piece, place) else { continue };
-        let near = boundary(text, place - CONTEXT_BYTES)..boundary(text, place + CONTEXT_BYTES);
-        if agree(&encode_part(text, near, encode)?, piece, place) {
-            return Ok(Some((place, tokens)));
+    for position in places(text, from + PIECE_BYTES / 2..from + PIECE_BYTES) {
+        let Some(tokens) = cut(piece, position) else { continue };
+        let near = boundary(text, position - CONTEXT_BYTES)..boundary(text, position + CONTEXT_BYTES);
+        if agree(&encode_part(text, near, encode)?, piece, position) {
+            return Ok(Some((position, tokens)));
         }
     }
     Ok(None)
@@ -122,22 +122,25 @@ fn places(text: &str, range: Range<usize>) -> Vec<usize> {
     boundaries
 }
 
-/// The number of tokens before `place`; `None` if a token spans it.
-fn cut(encoded: &Encoded, place: usize) -> Option<usize> {
-    let before = encoded.offsets.iter().position(|token| token.end > place).unwrap_or(encoded.ids.len());
-    encoded.offsets[before..].iter().all(|token| token.start >= place).then_some(before)
+/// The number of tokens before `position`; `None` if a token spans it.
+fn cut(encoded: &Encoded, position: usize) -> Option<usize> {
+    let before = encoded.offsets.iter().position(|token| token.end > position).unwrap_or(encoded.ids.len());
+    encoded.offsets[before..].iter().all(|token| token.start >= position).then_some(before)
 }
 
-/// Returns true if two encodings that extend well beyond `place` have the same tokens around it,
+/// Returns true if two encodings that extend well beyond `position` have the same tokens around it,
 /// and a cut there.
-fn agree(a: &Encoded, b: &Encoded, place: usize) -> bool {
-    let near = place - CONTEXT_BYTES / 2..place + CONTEXT_BYTES / 2;
+fn agree(a: &Encoded, b: &Encoded, position: usize) -> bool {
+    let near = position - CONTEXT_BYTES / 2..position + CONTEXT_BYTES / 2;
     let tokens = |encoded: &Encoded| -> Vec<(u32, Range<usize>)> {
         let all = encoded.ids.iter().copied().zip(encoded.offsets.iter().cloned());
         all.filter(|(_, at)| near.start <= at.start && at.end <= near.end).collect()
     };
     let tokens_of_a = tokens(a);
-    !tokens_of_a.is_empty() && cut(a, place).is_some() && cut(b, place).is_some() && tokens_of_a == tokens(b)
+    !tokens_of_a.is_empty()
+        && cut(a, position).is_some()
+        && cut(b, position).is_some()
+        && tokens_of_a == tokens(b)
 }
 
 #[cfg(test)]

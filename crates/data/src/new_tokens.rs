@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashSet};
 use serde_json::{Map, Value, json};
 use tokenizers::AddedToken;
 
-use super::found_tokenizer;
+use super::parsed_tokenizer;
 
 /// Files beside tokenizer.json that name tokens: the settings, and the list of older tokenizers.
 pub(super) const CONFIG: &str = "tokenizer_config.json";
@@ -35,7 +35,7 @@ impl NewToken {
         inner: &mut tokenizers::Tokenizer,
         tokens: Vec<AddedToken>,
     ) -> Result<Vec<Self>, String> {
-        let added = found_tokenizer::add_tokens(inner, tokens)?;
+        let added = parsed_tokenizer::add_tokens(inner, tokens)?;
         Ok(added.into_iter().map(|(id, token)| NewToken { id, token }).collect())
     }
 

@@ -21,10 +21,10 @@ pub(crate) fn best_fit(order: &[u32], lengths: &[usize], capacity: usize) -> Vec
         let length = lengths[row as usize];
         let fit = open.range((length, 0)..).next().copied();
         let (free, bin) = match fit {
-            Some(found) => {
-                open.remove(&found);
-                bins[found.1].push(row);
-                found
+            Some(best) => {
+                open.remove(&best);
+                bins[best.1].push(row);
+                best
             }
             None => {
                 bins.push(vec![row]);

@@ -251,7 +251,7 @@ fn unusable(bad: &BadRow) -> Error {
 }
 
 fn comes_before(a: &Origin, b: &Origin) -> bool {
-    let number = |origin: &Origin| match origin.place {
+    let number = |origin: &Origin| match origin.row {
         RowOrigin::Line(number) | RowOrigin::Row(number) => number,
     };
     number(a) < number(b)

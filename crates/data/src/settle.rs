@@ -19,12 +19,12 @@ enum PathStep {
 }
 
 /// A marked value and its path.
-struct Found {
+struct MarkedValue {
     path: Vec<PathStep>,
     kind: Unusable,
 }
 
-impl Found {
+impl MarkedValue {
     fn shown(&self) -> String {
         let mut text = String::new();
         for step in &self.path {
@@ -87,34 +87,34 @@ fn records(row: &Map<String, Value>) -> [Result<Option<ParsedRow>, RowFault>; 2]
     [ObjectiveRows::Single, ObjectiveRows::Pairs].map(|rows| convert(row, DataFormat::Auto, rows))
 }
 
-/// Puts a text in place of `found`: if the record then changes, the row requires the value.
-fn put_text(found: &Found, row: &mut Map<String, Value>) {
-    if let Some(value) = found.in_row(row) {
+/// Puts a text in place of `marked`: if the record then changes, the row requires the value.
+fn put_text(marked: &MarkedValue, row: &mut Map<String, Value>) {
+    if let Some(value) = marked.in_row(row) {
         *value = Value::String("\u{FFFD}".to_owned());
     }
 }
 
-fn take_marks(value: &mut Value, path: &mut Vec<PathStep>, found: &mut Vec<Found>) {
+fn take_marks(value: &mut Value, path: &mut Vec<PathStep>, marked: &mut Vec<MarkedValue>) {
     match value {
         Value::String(text) => {
             if let Some(kind) = Unusable::in_text(text) {
                 *value = Value::Null;
-                if found.len() < MAX_PATHS {
-                    found.push(Found { path: path.clone(), kind });
+                if marked.len() < MAX_PATHS {
+                    marked.push(MarkedValue { path: path.clone(), kind });
                 }
             }
         }
         Value::Array(list) => {
             for (index, value) in list.iter_mut().enumerate() {
                 path.push(PathStep::Index(index));
-                take_marks(value, path, found);
+                take_marks(value, path, marked);
                 path.pop();
             }
         }
         Value::Object(map) => {
             for (key, value) in map.iter_mut() {
                 path.push(PathStep::Key(key.clone()));
-                take_marks(value, path, found);
+                take_marks(value, path, marked);
                 path.pop();
             }
             if map.keys().any(|key| key.contains(MARK)) {

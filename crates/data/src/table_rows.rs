@@ -94,7 +94,7 @@ pub(super) fn read(file: &Arc<Path>, opened: File, kind: TableKind, source: &mut
     let mut take = |row: TableRow, size: u64| -> Result<(), String> {
         index += 1;
         bounds.count(row.as_ref().map_or(size, |row| size.max(row_bytes(row))))?;
-        let origin = Origin { file: file.clone(), place: RowOrigin::Row(index) };
+        let origin = Origin { file: file.clone(), row: RowOrigin::Row(index) };
         match row {
             Ok(value) => source.rows.push(RawRow { value, origin, document: false, format: None }),
             Err(why) => {

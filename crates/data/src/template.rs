@@ -252,7 +252,7 @@ impl ChatTemplate {
         let form = self.form(false)?;
         let mut split: Vec<(&str, usize)> = Vec::new();
         for text in [&form.prompt, &form.end] {
-            for marker in MARKER.find_iter(text).map(|found| found.as_str()) {
+            for marker in MARKER.find_iter(text).map(|matched| matched.as_str()) {
                 let tokens = tokenizer.encode(marker, false)?.len();
                 if tokens > 1 && !split.iter().any(|(known, _)| *known == marker) {
                     split.push((marker, tokens));

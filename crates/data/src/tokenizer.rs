@@ -16,8 +16,8 @@ use serde_json::{Map, Value};
 
 use super::child_pool::RowBudget;
 pub use super::encoded::Encoded;
-use super::found_tokenizer::{self, FoundTokenizer};
 use super::new_tokens::{self, NewToken};
+use super::parsed_tokenizer::{self, ParsedTokenizer};
 use super::sandbox::ChildEnd;
 pub use super::special_token::SpecialToken;
 use super::tokenizer_child::TokenizingChildren;
@@ -73,7 +73,7 @@ impl Tokenizer {
     /// Fails like [`Self::load`].
     pub fn load_for(folder: &Path, model: &Path) -> Result<Self> {
         let source = tokenizer_files::read(folder, model)?;
-        let FoundTokenizer { inner, vocab_size, dropout } = source.found;
+        let ParsedTokenizer { inner, vocab_size, dropout } = source.parsed;
         let lists = source.settings.lists();
         // A name without a token, such as an empty text, is ignored.
         let token = |name: &str| {
@@ -148,7 +148,7 @@ impl Tokenizer {
         let path = self.folder.join(TOKENIZER_JSON);
         let own = parse_object(&path, &self.json()?)?;
         let tokenizer = file_text(new_tokens::in_tokenizer(own, new));
-        let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(tokenizer.as_bytes(), &path)?;
+        let ParsedTokenizer { inner, vocab_size, .. } = ParsedTokenizer::read(tokenizer.as_bytes(), &path)?;
         if let Some(token) = new.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
             return Err(Error::user(format!(
                 "cannot add the token {:?} to the tokenizer in {}",
@@ -167,7 +167,7 @@ impl Tokenizer {
         let list = read_object(&self.folder.join(new_tokens::LIST))?;
         self.changed = vec![(TOKENIZER_JSON.into(), tokenizer)];
         let config = if self.converted {
-            let all = found_tokenizer::added_tokens(&self.inner).into_iter();
+            let all = parsed_tokenizer::added_tokens(&self.inner).into_iter();
             let all: Vec<NewToken> = all.map(|(id, token)| NewToken { id, token }).collect();
             Some(new_tokens::with_all(self.config.clone(), &self.named, &all))
         } else {
@@ -208,7 +208,7 @@ impl Tokenizer {
         if self.children.is_some() || long_text::is_long(text) {
             return Ok(self.encode_with_last_offsets(text, add_special, &RowBudget::default())?.ids);
         }
-        let ids = found_tokenizer::encode_ids(&self.inner, text, add_special);
+        let ids = parsed_tokenizer::encode_ids(&self.inner, text, add_special);
         ids.map_err(|why| self.cannot(ENCODE, ChildEnd::ByInput(why)))
     }
 
@@ -257,7 +257,7 @@ impl Tokenizer {
         }
         let encoded = match &self.children {
             Some(children) => children.encode(text, add_special, budget),
-            None => found_tokenizer::encode(&self.inner, text, add_special).map_err(ChildEnd::ByInput),
+            None => parsed_tokenizer::encode(&self.inner, text, add_special).map_err(ChildEnd::ByInput),
         };
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
@@ -267,7 +267,7 @@ impl Tokenizer {
     /// # Errors
     /// Fails like [`Self::encode`].
     pub(super) fn encode_as_text(&self, text: &str) -> Result<Encoded> {
-        let encoded = found_tokenizer::encode_as_text(&self.inner, text).map_err(ChildEnd::ByInput);
+        let encoded = parsed_tokenizer::encode_as_text(&self.inner, text).map_err(ChildEnd::ByInput);
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
 
@@ -315,7 +315,7 @@ impl Tokenizer {
         };
         let text = match &self.children {
             Some(children) => children.decode(ids),
-            None => found_tokenizer::decode(&self.inner, ids).map_err(ChildEnd::ByInput),
+            None => parsed_tokenizer::decode(&self.inner, ids).map_err(ChildEnd::ByInput),
         };
         text.map_err(|end| self.cannot("decode tokens with", end))
     }

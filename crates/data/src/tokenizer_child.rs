@@ -12,7 +12,7 @@ use std::path::Path;
 
 use super::child_pool::{self, ChildPool, RowBudget};
 use super::encoded::Encoded;
-use super::found_tokenizer::{self, FoundTokenizer};
+use super::parsed_tokenizer::{self, ParsedTokenizer};
 use super::sandbox::{ChildEnd, SandboxedWork, UNREADABLE};
 use super::sandbox_limits::SandboxLimits;
 use super::wire;
@@ -95,9 +95,9 @@ fn read_encoded(mut answer: &[u8]) -> Option<Encoded> {
 /// Fails like [`child_pool::serve`].
 pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
     let set_up = |bytes: &[u8]| {
-        Some(FoundTokenizer::read(bytes, Path::new("tokenizer.json")).map_err(|error| error.in_one_line()))
+        Some(ParsedTokenizer::read(bytes, Path::new("tokenizer.json")).map_err(|error| error.in_one_line()))
     };
-    child_pool::serve(limits, set_up, |found, request| answer(&found.inner, request))
+    child_pool::serve(limits, set_up, |parsed, request| answer(&parsed.inner, request))
 }
 
 fn answer(inner: &tokenizers::Tokenizer, request: &[u8]) -> child_pool::ChildAnswer<Vec<u8>> {
@@ -105,11 +105,11 @@ fn answer(inner: &tokenizers::Tokenizer, request: &[u8]) -> child_pool::ChildAns
     if kind == DECODE {
         let (ids, rest) = body.as_chunks::<4>();
         let ids: Vec<u32> = ids.iter().map(|id| u32::from_le_bytes(*id)).collect();
-        return rest.is_empty().then(|| found_tokenizer::decode(inner, &ids).map(String::into_bytes));
+        return rest.is_empty().then(|| parsed_tokenizer::decode(inner, &ids).map(String::into_bytes));
     }
     let text = std::str::from_utf8(body).ok()?;
     Some(
-        found_tokenizer::encode(inner, text, kind == ENCODE_WITH_SPECIAL)
+        parsed_tokenizer::encode(inner, text, kind == ENCODE_WITH_SPECIAL)
             .map(|encoded| put_encoded(&encoded)),
     )
 }

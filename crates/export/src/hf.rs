@@ -14,7 +14,7 @@ use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, KeptTensors, ModelFiles, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written,
+    AtomicDir, ModelFiles, RetainedTensors, StoredDtype, TensorInfo, TensorSink, WriteEntry, Written,
     output_dtype, split, write_index_of, write_sharded, write_shards,
 };
 
@@ -56,34 +56,34 @@ pub struct ExportParts {
     /// True if embedding and head are two tables, though `source` ties them.
     untied: bool,
     /// The tensors of `source` that the model keeps.
-    kept: KeptTensors,
+    retained: RetainedTensors,
 }
 
 impl ExportParts {
     /// Plans a model of the tensors in `shares`, by rank. Its other files are those of `source`,
     /// and a given `tokenizer` replaces its own. `untied` means that embedding and head are two
-    /// tables, though `source` ties them. Rank 0 writes the tensors that are `kept`.
+    /// tables, though `source` ties them. Rank 0 writes the tensors that are `retained`.
     pub fn new(
         shares: Vec<Vec<WriteEntry>>,
         source: PathBuf,
         tokenizer: Option<TokenizerFiles>,
         untied: bool,
-        kept: KeptTensors,
+        retained: RetainedTensors,
     ) -> Self {
         let (mut shards, mut of_rank) = (Vec::new(), Vec::new());
         for (rank, share) in shares.into_iter().enumerate() {
             let start = shards.len();
             let mut share: Vec<WriteEntry> =
-                share.into_iter().map(|entry| kept.named_as_stored(entry)).collect();
+                share.into_iter().map(|entry| retained.named_as_stored(entry)).collect();
             if rank == 0 {
-                share.extend(kept.entries());
+                share.extend(retained.entries());
             }
             if !share.is_empty() {
                 shards.extend(split(&share, SHARD_BYTES));
             }
             of_rank.push(start..shards.len());
         }
-        ExportParts { shards, of_rank, source, tokenizer, untied, kept }
+        ExportParts { shards, of_rank, source, tokenizer, untied, retained }
     }
 
     /// Writes the tensors of a rank's share to the existing folder of all ranks; `write` as in
@@ -98,7 +98,7 @@ impl ExportParts {
         mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
     ) -> Result<Vec<Written>> {
         write_shards(folder, &self.shards, self.of_rank[rank].clone(), |entry, sink| {
-            if self.kept.write(entry, sink)? { Ok(()) } else { write(entry, sink) }
+            if self.retained.write(entry, sink)? { Ok(()) } else { write(entry, sink) }
         })
     }
 
@@ -109,7 +109,7 @@ impl ExportParts {
     pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
         let index = write_index_of(folder, &self.shards)?;
         let entries: Vec<WriteEntry> = self.shards.iter().flatten().cloned().collect();
-        let changes = ConfigChanges::for_weights(&entries).untied(self.untied).with_kept(&self.kept);
+        let changes = ConfigChanges::for_weights(&entries).untied(self.untied).with_retained(&self.retained);
         sidecar_files::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
         Ok(index.into_iter().collect())
     }
@@ -129,13 +129,13 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64)
         shape: info.shape.clone(),
         stack: info.stack.clone(),
     };
-    let unused = files.kept();
+    let unused = files.retained();
     let entry = |tensor| unused.named_as_stored(entry(tensor));
     let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
     // The parts of a stack in their stored order.
     let start = |entry: &WriteEntry| files.info(&entry.name).map_or(0, |info| info.range.start);
     entries.sort_by_cached_key(|entry| (entry.stored_name().to_owned(), start(entry)));
-    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart()).with_kept(unused);
+    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart()).with_retained(unused);
     entries.extend(unused.entries());
     let folder = AtomicDir::create(output)?;
     let written = write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| {

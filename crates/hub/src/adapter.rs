@@ -33,7 +33,7 @@ pub fn locate_adapter(
     options: &HubOptions,
     progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
-    let id = match names::place(id_or_path, options.home.as_deref())? {
+    let id = match names::parse_reference(id_or_path, options.home.as_deref())? {
         Reference::Local(path) => return local_adapter(id_or_path, path),
         Reference::Hub(id) => id,
     };

@@ -62,7 +62,7 @@ pub fn locate_dataset(
     progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     let DatasetSpec { name, revision, wanted } = DatasetSpec::parse(id_or_path);
-    let id = match names::place(name, options.home.as_deref())? {
+    let id = match names::parse_reference(name, options.home.as_deref())? {
         Reference::Hub(id) => id,
         Reference::Local(folder) if revision.or(wanted).is_none() => {
             return Ok(Located { id: name.to_owned(), folder, commit: None, note: None, rows: Vec::new() });

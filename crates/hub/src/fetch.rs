@@ -53,7 +53,7 @@ impl Download<'_> {
         // Another revision, file or process may have downloaded it.
         let blob = self.store.blob(digest);
         let has_size =
-            blob.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == facts.size);
+            blob.symlink_metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == facts.size);
         let hashing = |bytes| progress(DownloadEvent::Check { file, bytes });
         if !has_size || !self.store.is_right(&blob, &facts.digest, hashing)? {
             let part = self.complete(file, facts, progress)?;
@@ -152,9 +152,9 @@ impl Download<'_> {
     }
 }
 
-fn damaged(facts: &Facts, found: &str) -> Error {
+fn damaged(facts: &Facts, digest: &str) -> Error {
     Error::new(ErrorCategory::Transient, "the downloaded bytes are damaged, twice in a row")
-        .because(format!("their digest is {found}, the hub announced {}", facts.digest.hex()))
+        .because(format!("their digest is {digest}, the hub announced {}", facts.digest.hex()))
         .because("finetune has deleted them")
         .hint("try again; if the error stays, a mirror (HF_ENDPOINT) or a proxy changes files")
 }

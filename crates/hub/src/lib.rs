@@ -176,7 +176,7 @@ fn locate<'a>(
     progress: &mut DownloadProgress<'_>,
 ) -> Result<LocatedModel<'a>> {
     let whole = |located| LocatedModel { located, remote: None };
-    let id = match names::place(given, options.home.as_deref())? {
+    let id = match names::parse_reference(given, options.home.as_deref())? {
         Reference::Local(path) => return local_model(given, path, scope).map(whole),
         Reference::Hub(id) => id,
     };

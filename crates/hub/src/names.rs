@@ -39,7 +39,7 @@ const FILE_ENDINGS: [&str; 14] = [
 
 /// Decides between a path and a hub id. An existing path has precedence; the prefix `hf://` always
 /// means the hub.
-pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {
+pub(super) fn parse_reference(given: &str, home: Option<&Path>) -> Result<Reference> {
     if let Some(id) = given.strip_prefix("hf://") {
         check_repo_id(id).map_err(|why| bad_id(given, why))?;
         return Ok(Reference::Hub(id.to_owned()));
@@ -220,19 +220,22 @@ mod tests {
     fn what_exists_wins_and_the_rest_is_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().to_str().unwrap();
-        assert_eq!(place(path, None).unwrap(), Reference::Local(folder.path().to_owned()));
+        assert_eq!(parse_reference(path, None).unwrap(), Reference::Local(folder.path().to_owned()));
         std::fs::create_dir(folder.path().join("m")).unwrap();
-        assert_eq!(place("~/m", Some(folder.path())).unwrap(), Reference::Local(folder.path().join("m")));
+        assert_eq!(
+            parse_reference("~/m", Some(folder.path())).unwrap(),
+            Reference::Local(folder.path().join("m"))
+        );
         for id in ["gpt2", "meta-llama/Llama-2-7b", "a/b.c_d-e"] {
-            assert_eq!(place(id, None).unwrap(), Reference::Hub(id.to_owned()));
+            assert_eq!(parse_reference(id, None).unwrap(), Reference::Hub(id.to_owned()));
         }
-        assert_eq!(place("hf://src/x", None).unwrap(), Reference::Hub("src/x".to_owned()));
+        assert_eq!(parse_reference("hf://src/x", None).unwrap(), Reference::Hub("src/x".to_owned()));
     }
 
     #[test]
     fn a_password_in_an_address_is_not_repeated() {
         for address in ["https://ada:geheim@hub/a/b", "https://ada:geheim@hub", "hf://ada:geheim@y"] {
-            let error = place(address, None).unwrap_err().to_string();
+            let error = parse_reference(address, None).unwrap_err().to_string();
             assert!(!error.contains("geheim") && error.contains("://(hidden)@"), "{error}");
         }
     }
@@ -241,11 +244,11 @@ mod tests {
     fn a_missing_path_is_not_looked_up_on_the_hub() {
         for path in ["./m", "/m/n", "~/nope", "a/b/c", "../nope", "C:\\m", "m/", "train.jsonl", "model.GGUF"]
         {
-            let error = place(path, Some(Path::new("/nowhere"))).unwrap_err().to_string();
+            let error = parse_reference(path, Some(Path::new("/nowhere"))).unwrap_err().to_string();
             assert!(error.starts_with("error: there is no file or folder"), "{error}");
         }
         // `src` exists where tests run: beside Cargo.toml.
-        let error = place("src/nope", None).unwrap_err().to_string();
+        let error = parse_reference("src/nope", None).unwrap_err().to_string();
         assert!(error.contains("`hf://src/nope`"), "{error}");
     }
 
@@ -255,7 +258,7 @@ mod tests {
         for id in
             ["", "a b", "a/", "/a", "a--b", "a/-b", "b.", "ä", "https://huggingface.co/a/b", "a/b?c", &long]
         {
-            assert!(place(&format!("hf://{id}"), None).is_err(), "{id}");
+            assert!(parse_reference(&format!("hf://{id}"), None).is_err(), "{id}");
         }
     }
 

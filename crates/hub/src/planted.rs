@@ -46,7 +46,7 @@ pub(super) fn open_lock(path: &Path) -> io::Result<File> {
     });
     match opened {
         Ok(file) if file.metadata()?.is_file() => Ok(file),
-        _ if path.symlink_metadata().is_ok_and(|found| !found.is_file()) => {
+        _ if path.symlink_metadata().is_ok_and(|metadata| !metadata.is_file()) => {
             std::fs::remove_file(path)?;
             create(path)
         }

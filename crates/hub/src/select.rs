@@ -266,7 +266,7 @@ pub(super) fn rows(names: &[String]) -> Vec<&str> {
         .map(|ending| {
             names.iter().map(String::as_str).filter(|name| name.ends_with(ending) && is_rows(name)).collect()
         })
-        .find(|found: &Vec<&str>| !found.is_empty())
+        .find(|files: &Vec<&str>| !files.is_empty())
         .unwrap_or_default()
 }
 

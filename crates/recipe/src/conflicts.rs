@@ -60,14 +60,20 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     conflicts
 }
 
-fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn schedule(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let scheduler = &recipe.scheduler;
     let kind = scheduler.kind;
     let mut add = |wrong: bool, key: &'static str, text: String, hint: &str| {
         if wrong {
             // A missing key, or one that excludes another, cannot be reset to its default.
             let overruled_by = text.starts_with("has no effect").then_some(("scheduler", "kind"));
-            found.push(KeyConflict { section: "scheduler", key, text, hint: hint.to_owned(), overruled_by });
+            conflicts.push(KeyConflict {
+                section: "scheduler",
+                key,
+                text,
+                hint: hint.to_owned(),
+                overruled_by,
+            });
         }
     };
     let no_effect = format!("has no effect with `kind = \"{kind}\"`");
@@ -112,13 +118,13 @@ fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     );
 }
 
-fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn adapter(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     match &recipe.adapter {
         Some(adapter) => {
             if adapter.init != AdapterInit::Default && adapter.path.is_some() {
                 let text = "has no effect with `path`: a saved adapter brings its own weights";
                 let conflict = KeyConflict::new("adapter", "init", text, "remove `init` or `path`");
-                found.push(conflict.overruled_by("adapter", "path"));
+                conflicts.push(conflict.overruled_by("adapter", "path"));
             }
             if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
                 let text = "is \"loftq\", which needs a quantized base";
@@ -127,75 +133,75 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
                 } else {
                     "add `[quantization]` and remove `model.dequantize`, or remove `init`"
                 };
-                found.push(KeyConflict::new("adapter", "init", text, hint));
+                conflicts.push(KeyConflict::new("adapter", "init", text, hint));
             }
         }
         None if recipe.optimizer.lora_plus_ratio != 1.0 => {
             let hint = "add `[adapter]`, or remove `lora_plus_ratio`";
             let text = "has no effect without [adapter]";
-            found.push(KeyConflict::new("optimizer", "lora_plus_ratio", text, hint));
+            conflicts.push(KeyConflict::new("optimizer", "lora_plus_ratio", text, hint));
         }
         None => {}
     }
 }
 
-fn packed(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn packed(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     if !recipe.model.dequantize && recipe.quantization.is_some() {
         let text = "is false, which keeps packed weights as they are; `[quantization]` changes them";
         let hint = "remove `dequantize` or `[quantization]`";
-        found.push(KeyConflict::new("model", "dequantize", text, hint));
+        conflicts.push(KeyConflict::new("model", "dequantize", text, hint));
     }
 }
 
-fn base_products(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn base_products(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     if recipe.train.base_products != BaseProducts::Fp8 {
         return;
     }
     if recipe.adapter.is_none() {
         let text = "has no effect without [adapter]: weights that train are not multiplied in fp8";
         let hint = "add `[adapter]`, or remove `base_products`";
-        found.push(KeyConflict::new("train", "base_products", text, hint));
+        conflicts.push(KeyConflict::new("train", "base_products", text, hint));
     }
     if recipe.quantization.as_ref().is_some_and(|quantization| quantization.bf16_copy) {
         let text = "has no effect with `train.base_products = \"fp8\"`, which keeps codes of fp8 instead";
         let hint = "remove `bf16_copy`, or `base_products` under `[train]`";
         let conflict = KeyConflict::new("quantization", "bf16_copy", text, hint);
-        found.push(conflict.overruled_by("train", "base_products"));
+        conflicts.push(conflict.overruled_by("train", "base_products"));
     }
 }
 
-fn masters(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn masters(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     if recipe.optimizer.master != MasterWeights::None {
         return;
     }
     if recipe.adapter.is_some() {
         let text = "has no effect with [adapter]: adapter weights always have f32 masters";
-        found.push(KeyConflict::new("optimizer", "master", text, "remove `master`"));
+        conflicts.push(KeyConflict::new("optimizer", "master", text, "remove `master`"));
     } else if recipe.model.dtype == ComputeDtype::F32 {
         let text = "has no effect with `model.dtype = \"f32\"`: f32 weights need no masters";
         let hint = "write `dtype = \"bf16\"` under `[model]`, or remove `master`";
         let conflict = KeyConflict::new("optimizer", "master", text, hint);
-        found.push(conflict.overruled_by("model", "dtype"));
+        conflicts.push(conflict.overruled_by("model", "dtype"));
     }
 }
 
-fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn divergence(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let train = &recipe.train;
     if train.nan_limit != TrainSection::default().nan_limit && train.on_nan == OnNan::Stop {
         let hint = "write `on_nan = \"skip\"`, or remove `nan_limit`";
         let text = "has no effect with `on_nan = \"stop\"`";
-        found.push(KeyConflict::new("train", "nan_limit", text, hint).overruled_by("train", "on_nan"));
+        conflicts.push(KeyConflict::new("train", "nan_limit", text, hint).overruled_by("train", "on_nan"));
     }
     if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps == StepInterval::Never {
         let hint = "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`";
         let text = "is \"rollback\", which needs checkpoints";
-        found.push(KeyConflict::new("train", "on_nan", text, hint));
+        conflicts.push(KeyConflict::new("train", "on_nan", text, hint));
     }
 }
 
-fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn evaluation(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let eval = &recipe.eval;
-    let mut add = |key, text: &str, hint: &str| found.push(KeyConflict::new("eval", key, text, hint));
+    let mut add = |key, text: &str, hint: &str| conflicts.push(KeyConflict::new("eval", key, text, hint));
     let keeps = if eval.keep_best { "keep_best" } else { "patience" };
     if recipe.data.eval.is_empty() && recipe.data.eval_split.is_none() {
         let rows = "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`";
@@ -224,7 +230,7 @@ fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     }
 }
 
-fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn profile(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let (own, default) = (&recipe.profile, ProfileSection::default());
     if own.active > 0 {
         return;
@@ -237,11 +243,11 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
         let text = "has no effect with `active = 0`, which disables tracing";
         let hint = format!("write `active = 3` under `[profile]`, for example, or remove `{key}`");
-        found.push(KeyConflict::new("profile", key, text, hint).overruled_by("profile", "active"));
+        conflicts.push(KeyConflict::new("profile", key, text, hint).overruled_by("profile", "active"));
     }
 }
 
-fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn alerts(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let own = &recipe.alerts;
     if own.rules.as_ref().is_none_or(|rules| !rules.is_empty()) {
         return;
@@ -250,48 +256,48 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
         let text = "has no effect with `rules = []`, which disables all alerts";
         let hint = format!("remove `rules` to watch for all of them, or remove `{key}`");
-        found.push(KeyConflict::new("alerts", key, text, hint).overruled_by("alerts", "rules"));
+        conflicts.push(KeyConflict::new("alerts", key, text, hint).overruled_by("alerts", "rules"));
     }
 }
 
-fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn held_out(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let Some(size) = recipe.data.eval_split else { return };
     if !recipe.data.eval.is_empty() {
         let text = "has no effect beside `data.eval`";
         let conflict = KeyConflict::new("data", "eval_split", text, "remove one of the two");
-        found.push(conflict.overruled_by("data", "eval"));
+        conflicts.push(conflict.overruled_by("data", "eval"));
     }
     if size >= 1.0 && size.fract() != 0.0 {
         let text = format!("is {size}; accepted: a fraction below 1, or a whole number of rows");
         let hint = format!("write `eval_split = {}`", size.round());
-        found.push(KeyConflict::new("data", "eval_split", text, hint));
+        conflicts.push(KeyConflict::new("data", "eval_split", text, hint));
     }
 }
 
-fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn places(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let parallel = &recipe.parallel;
     if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
         let text = format!("has no effect with `strategy = \"{}\"`", parallel.strategy);
         let hint = "write `strategy = \"hsdp\"`, or remove `shard_size`";
         let conflict = KeyConflict::new("parallel", "shard_size", text, hint);
-        found.push(conflict.overruled_by("parallel", "strategy"));
+        conflicts.push(conflict.overruled_by("parallel", "strategy"));
     }
     if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
         let text = format!("has no effect with `offload = \"{}\"`", parallel.offload);
         let hint = "write `offload = \"params\"`, or remove `offload_folder`";
         let conflict = KeyConflict::new("parallel", "offload_folder", text, hint);
-        found.push(conflict.overruled_by("parallel", "offload"));
+        conflicts.push(conflict.overruled_by("parallel", "offload"));
     }
-    held_out(recipe, found);
+    held_out(recipe, conflicts);
     let mut seen = HashSet::new();
     if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
         let text = format!("has {twice:?} twice");
-        found.push(KeyConflict::new("model", "new_tokens", text, "name each token once"));
+        conflicts.push(KeyConflict::new("model", "new_tokens", text, "name each token once"));
     }
     let local = matches!(recipe.model.id, Some(DataSource::Path(_) | DataSource::Builtin(_)));
     if local && recipe.model.revision != "main" {
         let text = "has no effect with a model that is not on the hub";
         let conflict = KeyConflict::new("model", "revision", text, "remove `revision`");
-        found.push(conflict.overruled_by("model", "id"));
+        conflicts.push(conflict.overruled_by("model", "id"));
     }
 }

@@ -149,7 +149,7 @@ enum Layer {
 
 struct RecipeFault {
     /// `file:line:column` or the flag; empty for a missing key.
-    place: String,
+    location: String,
     text: String,
     hint: Option<String>,
 }
@@ -164,7 +164,7 @@ struct Reader {
     /// Number of faults that the message omits.
     omitted: usize,
     /// Layer and location that set each key last.
-    places: BTreeMap<(String, String), (Layer, String)>,
+    locations: BTreeMap<(String, String), (Layer, String)>,
     /// One line per key that a higher layer leaves without effect.
     overruled: Vec<String>,
     /// Sections with a fault: further problems there may be consequences.
@@ -172,9 +172,9 @@ struct Reader {
 }
 
 impl Reader {
-    fn fault(&mut self, section: &str, place: &str, text: String, hint: Option<String>) {
+    fn fault(&mut self, section: &str, location: &str, text: String, hint: Option<String>) {
         self.faulty.insert(section.to_owned());
-        self.push(RecipeFault { place: place.to_owned(), text, hint });
+        self.push(RecipeFault { location: location.to_owned(), text, hint });
     }
 
     fn push(&mut self, fault: RecipeFault) {
@@ -212,7 +212,7 @@ impl Reader {
             }
             let span = error.span().unwrap_or_default();
             let (message, hint) = not_toml(error.message(), text.text.get(span.clone()).unwrap_or_default());
-            self.fault("", &lines.place(span.start), message, hint);
+            self.fault("", &lines.location(span.start), message, hint);
         }
         // The recovered part of an invalid text would cause misleading faults.
         if !errors.iter().all(|error| error.message() == DUPLICATE) {
@@ -226,8 +226,8 @@ impl Reader {
                     self.read_section(text, &lines, &name, keys);
                 }
                 _ if self.counts_alone() => {}
-                DeValue::Table(_) => self.unknown_section(&lines.place(start), &name),
-                _ => self.stray(&lines.place(start), &name),
+                DeValue::Table(_) => self.unknown_section(&lines.location(start), &name),
+                _ => self.stray(&lines.location(start), &name),
             }
         }
     }
@@ -241,43 +241,43 @@ impl Reader {
                 self.faulty.insert(section.to_owned());
                 continue;
             }
-            let key_place = lines.place(key.span().start);
+            let key_location = lines.location(key.span().start);
             let written = value.span();
-            let value_place = lines.place(written.start);
+            let value_location = lines.location(written.start);
             let key = key.into_inner();
             match Value::deserialize(ValueDeserializer::from(value)) {
-                Ok(value) => self.set(section, &key, &value, &text.folder, (&key_place, &value_place)),
+                Ok(value) => self.set(section, &key, &value, &text.folder, (&key_location, &value_location)),
                 // An integer outside of every integer type.
                 Err(_) => {
                     let written = text.text.get(written).unwrap_or_default();
                     let message = format!("`{section}.{key}` is {written}; accepted: numbers below 2^63");
-                    self.fault(section, &value_place, message, None);
+                    self.fault(section, &value_location, message, None);
                 }
             }
         }
     }
 
     /// Reports a value outside all tables.
-    fn stray(&mut self, place: &str, name: &str) {
+    fn stray(&mut self, location: &str, name: &str) {
         if Recipe::has_section(name) {
             let text = format!("`{name}` is not a table; accepted: one table of keys");
-            return self.fault(name, place, text, Some(format!("write `[{name}]` and its keys below")));
+            return self.fault(name, location, text, Some(format!("write `[{name}]` and its keys below")));
         }
         let ours = || {
             let near = nearest_key("", name);
             near.map(|(section, key)| format!("write {} under `[{section}]`", as_written(key, name)))
         };
         let hint = key_of_a_source(name).or_else(ours);
-        self.fault("", place, format!("`{}` is outside of any section", clip(name)), hint);
+        self.fault("", location, format!("`{}` is outside of any section", clip(name)), hint);
     }
 
-    fn unknown_section(&mut self, place: &str, section: &str) {
+    fn unknown_section(&mut self, location: &str, section: &str) {
         let names = Recipe::section_names();
         let near = section_of_peers(section).or_else(|| nearest(section, names.iter().copied()));
         let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
         let shown = clip(section);
         let text = format!("unknown section [{shown}]{named}; accepted: {}", names.join(", "));
-        self.fault(near.unwrap_or(section), place, text, near.map(|near| format!("write `[{near}]`")));
+        self.fault(near.unwrap_or(section), location, text, near.map(|near| format!("write `[{near}]`")));
     }
 
     fn read_flags(&mut self, layers: &RecipeLayers) {
@@ -315,7 +315,7 @@ impl Reader {
     }
 
     /// Sets a key to a value from the command line: TOML, else text.
-    fn set_typed(&mut self, (section, key): (&str, &str), raw: &str, folder: &Path, place: &str) {
+    fn set_typed(&mut self, (section, key): (&str, &str), raw: &str, folder: &Path, location: &str) {
         let text = Value::String(raw.to_owned());
         let value = ValueDeserializer::parse(raw).ok().and_then(|value| Value::deserialize(value).ok());
         // `--set model.revision=7` must give the text "7": a key that accepts only text reads the
@@ -326,56 +326,57 @@ impl Reader {
                 |value: &Value| trial.section_mut(section).is_some_and(|s| s.set(key, value, folder).is_ok());
             accepts(value) || !accepts(&text)
         });
-        self.set(section, key, &value.unwrap_or(text), folder, (place, place));
+        self.set(section, key, &value.unwrap_or(text), folder, (location, location));
     }
 
     /// Sets one key of a section that exists.
-    fn set(&mut self, section: &str, key: &str, value: &Value, folder: &Path, places: (&str, &str)) {
+    fn set(&mut self, section: &str, key: &str, value: &Value, folder: &Path, locations: (&str, &str)) {
         let Some(table) = self.recipe.section_mut(section) else { return };
         let Some(known) = table.keys().iter().find(|known| known.name == key) else {
             let keys: Vec<&str> = table.keys().iter().map(|known| known.name).collect();
             let (text, hint) = unknown_key(section, key, &keys);
             if self.ignores_removed && self.layer == Layer::Text && is_removed(section, key) {
                 let hint = hint.unwrap_or_default();
-                let note = format!("{}: `{section}.{key}` no longer exists and is ignored; {hint}", places.0);
+                let note =
+                    format!("{}: `{section}.{key}` no longer exists and is ignored; {hint}", locations.0);
                 return self.overruled.push(note);
             }
-            return self.fault(section, places.0, text, hint);
+            return self.fault(section, locations.0, text, hint);
         };
         match table.set(key, value, folder) {
             Ok(()) => {
                 for [.., other] in REPLACES.iter().filter(|[of, own, _]| [*of, *own] == [section, key]) {
                     let at = (section.to_owned(), (*other).to_owned());
-                    if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
+                    if self.locations.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
                         table.reset(other);
-                        self.places.remove(&at);
+                        self.locations.remove(&at);
                     }
                 }
-                let origin = (self.layer, places.1.to_owned());
-                self.places.insert((section.to_owned(), key.to_owned()), origin);
+                let origin = (self.layer, locations.1.to_owned());
+                self.locations.insert((section.to_owned(), key.to_owned()), origin);
             }
             Err(refusal) => {
                 let (text, hint) = refused(section, known, value, &refusal);
                 let text = match refusal {
                     // The flag already names the value.
-                    ValueRefusal::Unusable(why) if SOURCE_FLAGS.contains(&places.1) => why,
+                    ValueRefusal::Unusable(why) if SOURCE_FLAGS.contains(&locations.1) => why,
                     _ => text,
                 };
-                self.fault(section, places.1, text, hint);
+                self.fault(section, locations.1, text, hint);
             }
         }
     }
 
     /// Layer that set a key last.
     fn layer_of(&self, section: &str, key: &str) -> Option<Layer> {
-        self.places.get(&(section.to_owned(), key.to_owned())).map(|(layer, _)| *layer)
+        self.locations.get(&(section.to_owned(), key.to_owned())).map(|(layer, _)| *layer)
     }
 
     /// Resets keys that a key of a higher layer leaves without effect, each with a note.
     /// Conflicting keys of the same layer stay.
     fn drop_overruled(&mut self) {
         // Each round resets one of the keys that are set.
-        for _ in 0..self.places.len() {
+        for _ in 0..self.locations.len() {
             let overruled = conflicts(&self.recipe).into_iter().find_map(|conflict| {
                 let (section, key) = conflict.overruled_by?;
                 let is_lower =
@@ -384,9 +385,11 @@ impl Reader {
             });
             let Some((conflict, cause)) = overruled else { return };
             let KeyConflict { section, key, text, .. } = conflict;
-            let place_of = |place: Option<(Layer, String)>| place.map(|(_, place)| place).unwrap_or_default();
-            let cause = place_of(self.places.get(&cause).cloned());
-            let origin = place_of(self.places.remove(&(section.to_owned(), key.to_owned())));
+            let location_of = |location: Option<(Layer, String)>| {
+                location.map(|(_, location)| location).unwrap_or_default()
+            };
+            let cause = location_of(self.locations.get(&cause).cloned());
+            let origin = location_of(self.locations.remove(&(section.to_owned(), key.to_owned())));
             if let Some(table) = self.recipe.section_mut(section) {
                 table.reset(key);
             }
@@ -410,9 +413,10 @@ impl Reader {
         for conflict in conflicts(&self.recipe).into_iter().chain(self.two_batches()) {
             if !self.faulty.contains(conflict.section) {
                 let at = (conflict.section.to_owned(), conflict.key.to_owned());
-                let origin = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
+                let origin =
+                    self.locations.get(&at).map(|(_, location)| location.clone()).unwrap_or_default();
                 let text = format!("`{}.{}` {}", conflict.section, conflict.key, conflict.text);
-                self.push(RecipeFault { place: origin, text, hint: Some(conflict.hint) });
+                self.push(RecipeFault { location: origin, text, hint: Some(conflict.hint) });
             }
         }
     }
@@ -433,7 +437,7 @@ impl Reader {
             if missing && !self.faulty.contains(section) {
                 flags.push(flag);
                 let text = format!("`{section}.{key}` is not set");
-                self.push(RecipeFault { place: String::new(), text, hint: None });
+                self.push(RecipeFault { location: String::new(), text, hint: None });
             }
         }
         if let (Some(fault), false) = (self.faults.last_mut(), flags.is_empty()) {
@@ -443,16 +447,16 @@ impl Reader {
 
     fn finish(self, what: String) -> Result<Recipe> {
         if self.faults.is_empty() {
-            let places = self.places.into_iter().map(|(key, (_, place))| (key, place));
-            let written = WrittenKeys { places: places.collect(), overruled: self.overruled };
+            let locations = self.locations.into_iter().map(|(key, (_, location))| (key, location));
+            let written = WrittenKeys { locations: locations.collect(), overruled: self.overruled };
             return Ok(Recipe { written, ..self.recipe });
         }
         // If all faults are in flags, the recipe itself is not the problem.
-        let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));
+        let in_flags = self.faults.iter().all(|fault| fault.location.starts_with("--"));
         let mut error = Error::user(if in_flags { "cannot use these settings".to_owned() } else { what });
         let mut hints: Vec<String> = Vec::new();
-        for RecipeFault { place, text, hint } in self.faults {
-            error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
+        for RecipeFault { location, text, hint } in self.faults {
+            error = error.because(if location.is_empty() { text } else { format!("{location}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
         }
         if self.omitted > 0 {
@@ -488,8 +492,8 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
     let shown = clip(key);
     let text = format!("unknown key `{section}.{shown}`{named}; [{section}] has: {}", keys.join(", "));
     let hint = match near {
-        Some((place, near)) if place == section => format!("write {}", as_written(near, key)),
-        Some((place, near)) => format!("write {} under `[{place}]`", as_written(near, key)),
+        Some((owner, near)) if owner == section => format!("write {}", as_written(near, key)),
+        Some((owner, near)) => format!("write {} under `[{owner}]`", as_written(near, key)),
         None => of_a_source.unwrap_or_else(|| REFERENCE.to_owned()),
     };
     (text, Some(hint))
@@ -544,7 +548,7 @@ impl<'a> Lines<'a> {
     }
 
     /// Location `name:line:column` of a byte, both from 1, the column in characters.
-    fn place(&self, byte: usize) -> String {
+    fn location(&self, byte: usize) -> String {
         let line = self.ends.partition_point(|end| *end <= byte);
         let start = line.checked_sub(1).map_or(0, |before| self.ends[before]);
         let column = self.recipe.text.get(start..byte).map_or(0, |before| before.chars().count()) + 1;

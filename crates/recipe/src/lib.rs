@@ -108,15 +108,15 @@ pub struct Recipe {
 #[derive(Debug, Clone, Default)]
 pub struct WrittenKeys {
     /// Location of each key.
-    places: BTreeMap<(String, String), String>,
+    locations: BTreeMap<(String, String), String>,
     overruled: Vec<String>,
 }
 
 impl WrittenKeys {
     /// Location that set `key` of `section` last: `recipe.toml:3:5`, or the flag; none for a
     /// default.
-    pub fn place(&self, section: &str, key: &str) -> Option<&str> {
-        self.places.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
+    pub fn location(&self, section: &str, key: &str) -> Option<&str> {
+        self.locations.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
     }
 
     /// One line per ignored key that a key of a higher layer leaves without effect.
@@ -353,7 +353,7 @@ mod tests {
         };
         let recipe = Recipe::load(&layers).unwrap();
         assert_eq!(recipe.adapter, Some(AdapterSection::default()));
-        assert_eq!(recipe.written.place("adapter", "r"), Some("--set adapter.r=16"));
-        assert_eq!(recipe.written.place("adapter", "lora_alpha"), None);
+        assert_eq!(recipe.written.location("adapter", "r"), Some("--set adapter.r=16"));
+        assert_eq!(recipe.written.location("adapter", "lora_alpha"), None);
     }
 }

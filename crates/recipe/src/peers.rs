@@ -47,6 +47,7 @@ pub(super) const KEYS: &[(&str, &str, &[&str])] = &[
     ("train", "gradient_accumulation_steps", &["gradient_accumulation", "grad_accumulation_steps"]),
     ("train", "max_grad_norm", &["clip_grad_norm", "gradient_clipping"]),
     ("train", "recompute", &["gradient_checkpointing", "grad_checkpoint", "enable_activation_checkpointing"]),
+    ("train", "neftune_alpha", &["neftune_noise_alpha", "noisy_embedding_alpha"]),
     ("optimizer", "learning_rate", &["lr"]),
     ("optimizer", "kind", &["optim"]),
     ("optimizer", "eps", &["adam_epsilon"]),

@@ -210,6 +210,9 @@ section! {
         /// Maximum skipped steps in a row, or rollbacks to one checkpoint; the next bad step stops
         /// the run.
         nan_limit: u64 = 3, AtLeast(1.0);
+        /// Uniform noise on the embeddings of training rows (NEFTune), at most this number divided
+        /// by the square root of the row's tokens times the model's width; 5 is usual. 0: no noise.
+        neftune_alpha: f64 = 0.0, AtLeast(0.0);
         /// Seed of all random numbers.
         seed: u64 = 0, AtLeast(0.0);
         /// Recompute activations in the backward pass to save memory.

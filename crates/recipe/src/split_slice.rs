@@ -48,7 +48,7 @@ impl SplitSlice {
 
     /// Range of the rows to read out of `all` rows; none: all of them.
     pub fn rows(&self, all: usize) -> Option<Range<usize>> {
-        let [from, to] = self.rows?.map(|bound| bound.map(|bound| bound.place(all)));
+        let [from, to] = self.rows?.map(|bound| bound.map(|bound| bound.row_index(all)));
         let from = from.unwrap_or(0);
         Some(from..to.unwrap_or(all).max(from))
     }
@@ -83,7 +83,7 @@ impl RowBound {
 
     /// Row index of this bound out of `all` rows; a percentage rounds half to even, as in
     /// `datasets`.
-    fn place(self, all: usize) -> usize {
+    fn row_index(self, all: usize) -> usize {
         let rows = match self {
             RowBound::Rows(rows) => rows as f64,
             RowBound::Percent(percent) => (percent as f64 * all as f64 / 100.0).round_ties_even(),

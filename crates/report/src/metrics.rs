@@ -291,7 +291,7 @@ impl MetricsLog {
         let metadata = match path.metadata() {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Self::create(path),
             // Opening a pipe would wait.
-            Ok(found) if !found.is_file() => Err("it is not a regular file".to_owned()),
+            Ok(metadata) if !metadata.is_file() => Err("it is not a regular file".to_owned()),
             _ => fs::read(path).map_err(|error| error.to_string()),
         };
         let text = match metadata {
@@ -356,7 +356,7 @@ impl MetricsLog {
 /// # Errors
 /// The file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
-    if path.metadata().is_ok_and(|found| !found.is_file()) {
+    if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
         return Err(
             Error::user(format!("cannot read {}", path.display())).because("it is not a regular file")
         );

@@ -541,7 +541,8 @@ fn stride(steps: u64) -> u64 {
 fn step_figures(report: &StepReport) -> String {
     let speed = report.speed().map(|speed| format!("  {} tok/s", units::count(speed as u64)));
     let StepReport { loss, learning_rate, grad_norm, .. } = report;
-    let own: String = rewards(&report.objective).map(|(name, value)| format!("  {name} {value:.3}")).collect();
+    let own: String =
+        rewards(&report.objective).map(|(name, value)| format!("  {name} {value:.3}")).collect();
     format!("loss {loss:.4}{own}  lr {learning_rate:.2e}  norm {grad_norm:.3}{}", speed.unwrap_or_default())
 }
 

@@ -10,46 +10,46 @@ use crate::error::{Error, Result};
 /// A folder during writing. If it is dropped before [`AtomicDir::commit`], it is removed.
 #[derive(Debug)]
 pub struct AtomicDir {
-    place: PathBuf,
+    target: PathBuf,
     temporary: Unfinished,
 }
 
 impl AtomicDir {
-    /// Creates the temporary folder of `place` beside it, and removes leftovers of killed processes
-    /// for `place`.
+    /// Creates the temporary folder of `target` beside it, and removes leftovers of killed
+    /// processes for `target`.
     ///
     /// # Errors
-    /// User: something other than an empty folder is at `place`. Storage: the folder cannot be
+    /// User: something other than an empty folder is at `target`. Storage: the folder cannot be
     /// created.
-    pub fn create(place: &Path) -> Result<Self> {
-        let occupied = match std::fs::read_dir(place) {
+    pub fn create(target: &Path) -> Result<Self> {
+        let occupied = match std::fs::read_dir(target) {
             Ok(mut entries) => {
                 let first = entries.next().transpose();
-                first.map_err(|error| Error::io("read", place, &error))?.is_some()
+                first.map_err(|error| Error::io("read", target, &error))?.is_some()
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
-            Err(error) => return Err(Error::io("write to", place, &error)),
+            Err(error) => return Err(Error::io("write to", target, &error)),
         };
         if occupied {
-            return Err(Error::user(format!("cannot write to {}", place.display()))
+            return Err(Error::user(format!("cannot write to {}", target.display()))
                 .because("the folder is not empty")
                 .hint("give a new or empty folder as `--output`"));
         }
-        let path = resolved(place)?;
+        let path = resolved(target)?;
         if let (Some(parent), Some(name)) = (path.parent(), path.file_name()) {
             unfinished::sweep(parent, |base| base == name.to_string_lossy());
         }
         Self::beside(&path)
     }
 
-    /// Creates the temporary folder of `place` beside it. The caller handles anything at `place`
+    /// Creates the temporary folder of `target` beside it. The caller handles anything at `target`
     /// before the commit.
     ///
     /// # Errors
     /// User: the temporary name exists already. Storage: the folder cannot be created.
-    pub fn beside(place: &Path) -> Result<Self> {
+    pub fn beside(target: &Path) -> Result<Self> {
         // `out/` and `out` are the same path; a sibling needs the name alone.
-        let path: PathBuf = place.components().collect();
+        let path: PathBuf = target.components().collect();
         let temporary = Self::shared(&path, std::process::id());
         let cannot = |error| Error::io("create", &temporary, &error);
         temporary.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(cannot)?;
@@ -66,14 +66,14 @@ impl AtomicDir {
             Ok(()) => {
                 let made = File::open(&temporary);
                 let temporary_folder = made.and_then(|made| Unfinished::of(temporary.clone(), &made));
-                temporary_folder.map(|temporary| Self { place: path, temporary }).map_err(cannot)
+                temporary_folder.map(|temporary| Self { target: path, temporary }).map_err(cannot)
             }
         }
     }
 
     /// Returns its final path.
-    pub fn place(&self) -> &Path {
-        &self.place
+    pub fn target(&self) -> &Path {
+        &self.target
     }
 
     /// Returns the number in the temporary name, for other writers to the folder
@@ -82,10 +82,10 @@ impl AtomicDir {
         std::process::id()
     }
 
-    /// Returns the temporary folder that another process or thread created for `place` with this
+    /// Returns the temporary folder that another process or thread created for `target` with this
     /// tag.
-    pub fn shared(place: &Path, tag: u32) -> PathBuf {
-        let path: PathBuf = place.components().collect();
+    pub fn shared(target: &Path, tag: u32) -> PathBuf {
+        let path: PathBuf = target.components().collect();
         Unfinished::beside(&path, tag)
     }
 
@@ -117,22 +117,22 @@ impl AtomicDir {
     /// # Errors
     /// Storage: the rename or the flush after it fails.
     pub fn rename(self) -> Result<()> {
-        let path = self.place;
+        let path = self.target;
         self.temporary.replace(&path).map_err(|error| Error::io("write to", &path, &error))?;
         path.parent().map_or(Ok(()), sync_folder)
     }
 }
 
-/// Resolves `place` to a path that a rename can replace: follows links and resolves `.`.
-fn resolved(place: &Path) -> Result<PathBuf> {
-    let link = place.symlink_metadata().is_ok_and(|found| found.is_symlink());
+/// Resolves `target` to a path that a rename can replace: follows links and resolves `.`.
+fn resolved(target: &Path) -> Result<PathBuf> {
+    let link = target.symlink_metadata().is_ok_and(|metadata| metadata.is_symlink());
     let named =
-        place.components().next_back().is_some_and(|last| matches!(last, std::path::Component::Normal(_)));
+        target.components().next_back().is_some_and(|last| matches!(last, std::path::Component::Normal(_)));
     if named && !link {
-        return Ok(place.components().collect());
+        return Ok(target.components().collect());
     }
-    place.canonicalize().map_err(|error| {
-        Error::user(format!("cannot write to {}", place.display()))
+    target.canonicalize().map_err(|error| {
+        Error::user(format!("cannot write to {}", target.display()))
             .because(format!("it is a link, and its target cannot be opened: {error}"))
             .hint("create that folder, or give another one as `--output`")
     })

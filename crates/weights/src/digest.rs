@@ -31,7 +31,7 @@ const PIECE: usize = 8 << 20;
 const MOST_THREADS: usize = 4;
 /// A file changed less than this long before it was read may change again undetected.
 const SETTLED: Duration = Duration::from_secs(2);
-/// The schema version of [`KeptDigest`].
+/// The schema version of [`CachedDigest`].
 const SCHEMA: u32 = 1;
 
 /// The digest of the weights in a folder, while it is computed.
@@ -40,13 +40,13 @@ pub struct DigestTask(JoinHandle<Result<String>>);
 
 impl DigestTask {
     /// Starts to digest the weights in `folder`, which it opens again. Digests of unchanged files
-    /// come from the cache folder `kept`, which also gets the new one.
+    /// come from the cache folder `cache`, which also gets the new one.
     ///
     /// # Errors
     /// The same as for [`ModelFiles::open`]; no thread can be started.
-    pub fn start(folder: &Path, kept: PathBuf) -> Result<Self> {
+    pub fn start(folder: &Path, cache: PathBuf) -> Result<Self> {
         let files = ModelFiles::open(folder)?;
-        let work = move || digest(&files, &kept);
+        let work = move || digest(&files, &cache);
         threads::start("digest", work).map(DigestTask)
     }
 
@@ -59,14 +59,14 @@ impl DigestTask {
     }
 }
 
-fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
+fn digest(files: &ModelFiles, cache: &Path) -> Result<String> {
     let begin = SystemTime::now();
     let is_packed = |name| files.parts(name).is_some_and(StoredParts::is_packed);
     let config = files.names().any(is_packed).then(|| files.folder().join(CONFIG_FILE));
     let paths = || files.files().map(|(path, _)| path).chain(config.as_deref());
     let stamps = || paths().map(FileStamp::of).collect::<Option<Vec<_>>>();
     let before = stamps();
-    if let Some(known) = before.as_ref().and_then(|stamps| KeptDigest::find(kept, stamps)) {
+    if let Some(known) = before.as_ref().and_then(|stamps| CachedDigest::find(cache, stamps)) {
         return Ok(known);
     }
     let threads =
@@ -76,7 +76,7 @@ fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
         before.iter().all(|stamp| stamp.is_older_than(begin)) && stamps().as_ref() == Some(before)
     }) {
         // A digest that cannot be cached is computed again next time.
-        drop(KeptDigest { schema: SCHEMA, files: stamps, digest: digest.clone() }.write(kept));
+        drop(CachedDigest { schema: SCHEMA, files: stamps, digest: digest.clone() }.write(cache));
     }
     Ok(digest)
 }
@@ -88,18 +88,18 @@ fn whole(files: &ModelFiles) -> Result<blake3::Hash> {
     for (name, info) in files.tensors() {
         places.insert(key(info.shard, &info.range), name);
         let parts = files.parts(name).into_iter().flat_map(StoredParts::places);
-        places.extend(parts.map(|place| (key(place.shard, &place.range), name)));
+        places.extend(parts.map(|span| (key(span.shard, &span.range), name)));
     }
     let mut hashes: BTreeMap<(usize, usize, usize), blake3::Hash> = BTreeMap::new();
-    for (place, name) in places {
-        let (shard, start, end) = place;
+    for (span, name) in places {
+        let (shard, start, end) = span;
         let mut hasher = blake3::Hasher::new();
         for at in (start..end).step_by(PIECE) {
             let piece = at..end.min(at + PIECE);
             hasher.update_rayon(files.stored(name, shard, &piece)?);
             files.discard_range(shard, &piece);
         }
-        hashes.insert(place, hasher.finalize());
+        hashes.insert(span, hasher.finalize());
     }
     combined(files, |name, shard, range| match hashes.get(&key(shard, range)) {
         Some(hash) => Ok(hash.as_bytes().to_vec()),
@@ -141,16 +141,16 @@ impl FileStamp {
 
 /// A cached digest and its files.
 #[derive(Debug, Serialize, Deserialize)]
-struct KeptDigest {
+struct CachedDigest {
     schema: u32,
     files: Vec<FileStamp>,
     digest: String,
 }
 
-impl KeptDigest {
+impl CachedDigest {
     /// Returns the cache file for the digest of `files`. A later digest of the same paths replaces
     /// an earlier one.
-    fn place(folder: &Path, files: &[FileStamp]) -> PathBuf {
+    fn cache_path(folder: &Path, files: &[FileStamp]) -> PathBuf {
         let mut hasher = blake3::Hasher::new();
         for stamp in files {
             hasher.update(stamp.path.as_os_str().as_encoded_bytes()).update(&[0]);
@@ -159,15 +159,15 @@ impl KeptDigest {
     }
 
     fn find(folder: &Path, files: &[FileStamp]) -> Option<String> {
-        let text = std::fs::read_to_string(Self::place(folder, files)).ok()?;
-        let stored: KeptDigest = serde_json::from_str(&text).ok()?;
+        let text = std::fs::read_to_string(Self::cache_path(folder, files)).ok()?;
+        let stored: CachedDigest = serde_json::from_str(&text).ok()?;
         (stored.schema == SCHEMA && stored.files == files).then_some(stored.digest)
     }
 
     fn write(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, &e))?;
         let text = serde_json::to_string(self).map_err(|e| Error::internal(e.to_string()))?;
-        write_text(&Self::place(folder, &self.files), &text).map(drop)
+        write_text(&Self::cache_path(folder, &self.files), &text).map(drop)
     }
 }
 
@@ -175,8 +175,8 @@ impl KeptDigest {
 mod tests {
     use super::*;
 
-    fn wait_for(folder: &Path, kept: &Path) -> String {
-        DigestTask::start(folder, kept.to_owned()).and_then(DigestTask::wait).expect("digested")
+    fn wait_for(folder: &Path, cache: &Path) -> String {
+        DigestTask::start(folder, cache.to_owned()).and_then(DigestTask::wait).expect("digested")
     }
 
     /// config.json says how the weights of other tools are decoded.
@@ -216,7 +216,7 @@ mod tests {
         for (name, info) in files.tensors().step_by(5) {
             places.extend([info.range.start, (info.range.start + info.range.end) / 2, info.range.end - 1]);
             let parts = files.parts(name).into_iter().flat_map(StoredParts::places);
-            places.extend(parts.map(|place| place.range.start));
+            places.extend(parts.map(|part| part.range.start));
         }
         assert!(places.len() > 12, "{places:?}");
         for at in places {

@@ -20,7 +20,7 @@ use super::stored_parts::StoredParts;
 use super::tensor_info::ShardRange;
 use super::transpose::decode_transposed;
 use super::{
-    ClassNames, INDEX_FILE, KeptTensors, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, gguf,
+    ClassNames, INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, RetainedTensors, StoredElement, TensorInfo, gguf,
     header, index, packed, sidecar_files, tensor_names,
 };
 use crate::error::{Error, ErrorContext as _, Result};
@@ -36,7 +36,7 @@ const COMPARED: usize = 1 << 20;
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug, Default)]
 pub struct ModelFiles {
-    place: PathBuf,
+    folder: PathBuf,
     shards: Vec<Shard>,
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     /// The parts of tensors that are stored as several.
@@ -45,7 +45,7 @@ pub struct ModelFiles {
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
     /// The tensors that written models keep.
-    kept: KeptTensors,
+    retained: RetainedTensors,
     /// A warning about renamed tensors.
     renamed: Option<String>,
     /// True if runs keep packed weights as they are stored.
@@ -88,7 +88,7 @@ impl ModelFiles {
     fn with_names(mut self) -> Result<Self> {
         let rules = NameRules::new(self.names());
         let renamed = rules.renamed(self.names()).map_err(|(one, other)| {
-            Error::user(format!("cannot read weights in {}", self.place.display()))
+            Error::user(format!("cannot read weights in {}", self.folder.display()))
                 .because(format!("`{}` and `{}` are names of one tensor", clip(&one), clip(&other)))
                 .hint("save the model again with transformers, or remove one of the two")
         })?;
@@ -96,14 +96,14 @@ impl ModelFiles {
         for (old, new) in renamed {
             if let Some(info) = self.tensors.remove(&old) {
                 self.tensors.insert(new.clone(), info);
-                self.kept.stored_names.insert(new, old);
+                self.retained.stored_names.insert(new, old);
             }
         }
         Ok(self)
     }
 
     fn recognised(mut self) -> Result<Self> {
-        let folder = &self.place;
+        let folder = &self.folder;
         let config = sidecar_files::config_if_any(folder)?;
         let shards = &self.shards;
         let reader = ModelReader::of(config.as_ref())
@@ -190,18 +190,18 @@ impl ModelFiles {
 
     /// Creates the list of the tensors in GGUF files.
     pub(super) fn of_gguf(
-        place: &Path,
+        folder: &Path,
         shards: Vec<Shard>,
         tensors: BTreeMap<String, TensorInfo>,
         parts: BTreeMap<String, StoredParts>,
     ) -> Self {
-        let mut files = Self { shards, tensors, parts, ..Self::empty(place) };
+        let mut files = Self { shards, tensors, parts, ..Self::empty(folder) };
         files.describe_packing();
         files
     }
 
-    fn empty(place: &Path) -> Self {
-        Self { place: place.into(), ..Self::default() }
+    fn empty(folder: &Path) -> Self {
+        Self { folder: folder.into(), ..Self::default() }
     }
 
     /// Adds a file, read from `remote` if it is not at `path`.
@@ -217,7 +217,7 @@ impl ModelFiles {
             if let Some(first) = self.tensors.get(&name) {
                 let (name, first, path) = (clip(&name), first.file.display(), path.display());
                 let cause = format!("tensor `{name}` is both in {first} and in {path}");
-                return Err(incomplete(&self.place, cause));
+                return Err(incomplete(&self.folder, cause));
             }
             self.tensors.insert(name, info);
         }
@@ -227,18 +227,18 @@ impl ModelFiles {
 
     /// Returns the folder of the files.
     pub fn folder(&self) -> &Path {
-        &self.place
+        &self.folder
     }
 
     /// Returns the path that names the model: its folder, or its GGUF file.
     pub fn source(&self) -> &Path {
         let first = self.shards.first().map(|shard| &*shard.path);
-        first.filter(|path| path.parent() != Some(&self.place)).unwrap_or(&self.place)
+        first.filter(|path| path.parent() != Some(&self.folder)).unwrap_or(&self.folder)
     }
 
     /// Returns whether the weights are in GGUF files.
     pub fn is_gguf(&self) -> bool {
-        self.source() != self.place
+        self.source() != self.folder
     }
 
     /// Returns the files.
@@ -317,29 +317,29 @@ impl ModelFiles {
     /// Quantized ones are removed. Returns the numbers of both.
     pub fn set_apart(&mut self, other: impl Fn(&str) -> bool) -> [usize; 2] {
         let names: Vec<String> = self.names().filter(|name| other(name)).map(str::to_owned).collect();
-        let (before, count) = (self.kept.count(), names.len());
+        let (before, count) = (self.retained.count(), names.len());
         for name in names {
             let info = self.tensors.remove(&name);
             if self.parts.remove(&name).is_none() {
-                let stored = self.kept.stored_names.get(&name).unwrap_or(&name).clone();
-                self.kept.tensors.extend(info.map(|info| (stored, info)));
+                let stored = self.retained.stored_names.get(&name).unwrap_or(&name).clone();
+                self.retained.tensors.extend(info.map(|info| (stored, info)));
             }
         }
-        let added = self.kept.count() - before;
+        let added = self.retained.count() - before;
         [added, count - added]
     }
 
     /// Makes written models the whole image-text model, or only its text part.
     pub fn write_whole(&mut self, whole: bool) {
-        self.kept.whole = whole;
+        self.retained.whole = whole;
         if !whole {
-            self.kept.tensors.clear();
+            self.retained.tensors.clear();
         }
     }
 
     /// Gives the tensors of written models the names of a class.
     pub fn write_as(&mut self, class: &'static ClassNames) {
-        self.kept.class = Some(class);
+        self.retained.class = Some(class);
     }
 
     /// Records modules that the model does not use.
@@ -353,8 +353,8 @@ impl ModelFiles {
     }
 
     /// Returns the tensors that written models keep.
-    pub fn kept(&self) -> &KeptTensors {
-        &self.kept
+    pub fn retained(&self) -> &RetainedTensors {
+        &self.retained
     }
 
     /// Returns whether the bytes of a tensor in its file are its values, row by row.
@@ -432,7 +432,7 @@ impl ModelFiles {
             return Ok(None);
         };
         let codes = self.stored(name, info.shard, &info.range)?;
-        let part_of = |place: &ShardRange| self.stored(name, place.shard, &place.range);
+        let part_of = |part: &ShardRange| self.stored(name, part.shard, &part.range);
         QuantizedTensor::new(parts, codes, part_of).map(Some)
     }
 
@@ -458,7 +458,7 @@ impl ModelFiles {
                 .map(|other| (strsim::damerau_levenshtein(name, other), other))
                 .min()
                 .map_or(String::new(), |(_, other)| format!("; the nearest is `{}`", clip(other)));
-            Error::user(format!("cannot read weights in {}", self.place.display()))
+            Error::user(format!("cannot read weights in {}", self.folder.display()))
                 .because(format!("tensor `{name}` is missing{nearest}"))
         })
     }
@@ -514,12 +514,12 @@ impl ModelFiles {
         }
         if let Some(StoredParts::Packed(parts)) = self.parts.get(name) {
             let codes = self.stored(name, info.shard, &info.range)?;
-            let tensor = parts.tensor(codes, |place| self.stored(name, place.shard, &place.range))?;
+            let tensor = parts.tensor(codes, |part| self.stored(name, part.shard, &part.range))?;
             packed::read(&tensor, start, out);
             return self.shards[info.shard].check_length();
         }
         if let Some(StoredParts::Blocks(parts)) = self.parts.get(name) {
-            parts.read(start, out, |place| self.stored(name, place.shard, &place.range))?;
+            parts.read(start, out, |part| self.stored(name, part.shard, &part.range))?;
             return self.shards[info.shard].check_length();
         }
         let decoded = if info.is_transposed() {
@@ -551,7 +551,7 @@ impl ModelFiles {
     pub fn discard(&self, name: &str) {
         let Some(info) = self.tensors.get(name) else { return };
         let places = self.parts(name).into_iter().flat_map(StoredParts::places);
-        let places = places.map(|place| (place.shard, &place.range));
+        let places = places.map(|part| (part.shard, &part.range));
         for (shard, range) in places.chain([(info.shard, &info.range)]).filter(|(_, range)| !range.is_empty())
         {
             self.discard_range(shard, range);

@@ -263,8 +263,8 @@ impl<'de> Deserialize<'de> for RawTensor {
         }
         let fields = Fields::deserialize(deserializer)?;
         let Sizes(offsets) = fields.data_offsets;
-        let data_offsets = <[u64; 2]>::try_from(offsets).map_err(|found| {
-            D::Error::custom(format!("data_offsets has {} numbers, accepted: 2", found.len()))
+        let data_offsets = <[u64; 2]>::try_from(offsets).map_err(|numbers| {
+            D::Error::custom(format!("data_offsets has {} numbers, accepted: 2", numbers.len()))
         })?;
         Ok(RawTensor { dtype: fields.dtype, shape: fields.shape.0, data_offsets })
     }

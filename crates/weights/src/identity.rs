@@ -255,8 +255,8 @@ pub(super) fn combined(
         hasher.update(&bytes(stored, info)?);
         if let Some(parts) = files.parts(stored) {
             text(&mut hasher, &parts.fingerprint());
-            for place in parts.places() {
-                hasher.update(&content(stored, place.shard, &place.range)?);
+            for part in parts.places() {
+                hasher.update(&content(stored, part.shard, &part.range)?);
             }
         }
         files.discard(stored);

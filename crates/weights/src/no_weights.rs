@@ -22,7 +22,9 @@ pub(super) fn no_weights(folder: &Path) -> Error {
     let with = |extensions: &[&str]| {
         let has_extension = |name: &&String| {
             let extension = Path::new(name.as_str()).extension();
-            extension.is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
+            extension.is_some_and(|extension| {
+                extensions.iter().any(|wanted| extension.eq_ignore_ascii_case(wanted))
+            })
         };
         names.iter().filter(has_extension).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
     };

@@ -48,7 +48,7 @@ impl OutputKind {
         let elsewhere =
             |other: &str| format!("give another path with `{}`, or remove the {other}", self.option);
         let metadata = match path.symlink_metadata() {
-            Ok(found) => found,
+            Ok(metadata) => metadata,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(Error::io("write", path, &error)),
         };

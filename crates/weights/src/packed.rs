@@ -60,8 +60,8 @@ impl PackedParts {
     }
 
     /// Returns the format in which a run keeps the weight, if it can.
-    pub(super) fn kept(&self) -> Option<GridFormat> {
-        self.format.kept(self.zeros.is_some(), self.scattered)
+    pub(super) fn run_format(&self) -> Option<GridFormat> {
+        self.format.repacked_format(self.zeros.is_some(), self.scattered)
     }
 
     /// Returns text that differs between any two formats of equal shape. The identity of a model
@@ -81,7 +81,7 @@ impl PackedParts {
         codes: &'a [u8],
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<PackedTensor<'a>> {
-        let optional = |place: &Option<ShardRange>| place.as_ref().map(&bytes).transpose();
+        let optional = |span: &Option<ShardRange>| span.as_ref().map(&bytes).transpose();
         Ok(PackedTensor {
             format: self.format,
             codes,

@@ -42,7 +42,7 @@ impl ModelFiles {
     /// Returns the format in which a run keeps a packed tensor, if it does.
     fn kept_format(&self, name: &str) -> Option<QuantFormat> {
         let in_block = ![EMBED_TOKENS, EMBED_PER_LAYER, LM_HEAD].contains(&name);
-        self.parts(name).filter(|_| self.keeps_packed && in_block)?.kept()
+        self.parts(name).filter(|_| self.keeps_packed && in_block)?.run_format()
     }
 
     /// Copies codes and scales of a tensor with a [`ModelFiles::quantized_format`], which is that
@@ -57,7 +57,7 @@ impl ModelFiles {
         }
         let Some(format) = self.kept_format(name) else { return Ok(false) };
         let (info, part_of) =
-            (self.require(name)?, |place: &ShardRange| self.stored(name, place.shard, &place.range));
+            (self.require(name)?, |part: &ShardRange| self.stored(name, part.shard, &part.range));
         match (self.parts(name), format) {
             (Some(StoredParts::Packed(parts)), QuantFormat::Grid(format)) => {
                 let codes = self.stored(name, info.shard, &info.range)?;
@@ -78,7 +78,7 @@ impl ModelFiles {
             let fate = match self.kept_format(name) {
                 Some(_) => Fate::Kept,
                 None if !self.keeps_packed => Fate::Dequantized,
-                None if parts.kept().is_some() => Fate::Table,
+                None if parts.run_format().is_some() => Fate::Table,
                 None => Fate::OtherFormat,
             };
             *counts.entry((parts.name(), fate)).or_default() += 1;

@@ -66,25 +66,25 @@ impl<'a> PatchedFiles<'a> {
                 .hint("merge an earlier checkpoint: the training of the adapter diverged"));
         }
         let codes = ShardRange { shard: info.shard, range: info.range.clone() };
-        let bytes = |place: &ShardRange| self.base.stored(name, place.shard, &place.range);
+        let bytes = |span: &ShardRange| self.base.stored(name, span.shard, &span.range);
         let patches = match self.base.parts(name) {
-            None => vec![Patch { place: codes, bytes: plain(name, info, values)? }],
+            None => vec![Patch { span: codes, bytes: plain(name, info, values)? }],
             Some(StoredParts::Packed(parts)) => {
                 let encoded = parts.tensor(bytes(&codes)?, bytes)?.encode(values);
-                let scales = Patch { place: parts.scales.clone(), bytes: encoded.scales };
-                vec![Patch { place: codes, bytes: encoded.codes }, scales]
+                let scales = Patch { span: parts.scales.clone(), bytes: encoded.scales };
+                vec![Patch { span: codes, bytes: encoded.codes }, scales]
             }
             Some(StoredParts::Quantized(parts)) => parts.requantized(name, codes, values)?,
             Some(StoredParts::Blocks(parts)) => parts.requantized(name, values, bytes)?,
         };
         self.base.check_lengths()?;
-        patches.into_iter().try_for_each(|Patch { place, bytes }| {
-            let target = &self.files[place.shard];
-            let wrong = bytes.len() != place.range.len();
+        patches.into_iter().try_for_each(|Patch { span, bytes }| {
+            let target = &self.files[span.shard];
+            let wrong = bytes.len() != span.range.len();
             let written = if wrong {
-                Err(io::Error::other(format!("{} bytes for {}", bytes.len(), place.range.len())))
+                Err(io::Error::other(format!("{} bytes for {}", bytes.len(), span.range.len())))
             } else {
-                target.file.write_all_at(&bytes, place.range.start as u64)
+                target.file.write_all_at(&bytes, span.range.start as u64)
             };
             written.map_err(|error| target.failed(&error))
         })

@@ -60,14 +60,14 @@ impl QuantizedParts {
             nest_around(self.offset, &scales, &mut nested, &mut outer);
         }
         let mut patches =
-            vec![Patch { place: codes, bytes: tensor.view().runs.bytes(RunMeaning::Codes).to_vec() }];
-        for (meaning, place) in &self.runs {
+            vec![Patch { span: codes, bytes: tensor.view().runs.bytes(RunMeaning::Codes).to_vec() }];
+        for (meaning, span) in &self.runs {
             let bytes = match meaning {
                 RunMeaning::ScaleCodes => std::mem::take(&mut nested),
                 RunMeaning::NestedScales => le(&outer),
                 _ => le(&scales),
             };
-            patches.push(Patch { place: place.clone(), bytes });
+            patches.push(Patch { span: span.clone(), bytes });
         }
         Ok(patches)
     }
@@ -93,7 +93,7 @@ impl<'a> QuantizedTensor<'a> {
         codes: &'a [u8],
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<Self> {
-        let others = parts.runs.iter().map(|(meaning, place)| Ok((*meaning, bytes(place)?)));
+        let others = parts.runs.iter().map(|(meaning, span)| Ok((*meaning, bytes(span)?)));
         let runs = [Ok((RunMeaning::Codes, codes))].into_iter().chain(others).collect::<Result<_>>()?;
         Ok(QuantizedTensor { format: parts.format, runs, offset: parts.offset })
     }

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use super::unfinished::sync_folder;
 use super::write::{header, miswritten, shard_names, split_groups, write_failed};
-use super::{ClassNames, KeptTensors, Metadata, StoredDtype, WriteEntry, write_index};
+use super::{ClassNames, Metadata, RetainedTensors, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
 /// A tensor of the planned layout.
@@ -79,7 +79,7 @@ impl RandomAccessWriter {
         (class, metadata): (&'static ClassNames, &Metadata),
         shard_bytes: u64,
     ) -> Result<Self> {
-        let names = KeptTensors::default().named_by(class);
+        let names = RetainedTensors::default().named_by(class);
         let groups = groups.iter().map(|group| group.iter().collect::<Vec<_>>());
         let shards = split_groups(groups, |planned: &&PlannedFile| planned.entry().bytes(), shard_bytes);
         let mut writer =
@@ -88,7 +88,7 @@ impl RandomAccessWriter {
             let shard = PlannedShard::create(folder.join(name), planned, &names, metadata)?;
             let places = shard.slots.iter().enumerate();
             let index = writer.shards.len();
-            writer.places.extend(places.map(|(slot, found)| (found.entry.name.clone(), (index, slot))));
+            writer.places.extend(places.map(|(slot, planned)| (planned.entry.name.clone(), (index, slot))));
             writer.shards.push(shard);
         }
         Ok(writer)
@@ -132,7 +132,7 @@ impl PlannedShard {
     fn create(
         path: PathBuf,
         planned: Vec<&PlannedFile>,
-        names: &KeptTensors,
+        names: &RetainedTensors,
         metadata: &Metadata,
     ) -> Result<Self> {
         let mut slots: Vec<TensorSlot> = planned

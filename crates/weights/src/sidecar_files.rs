@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use super::readers::QUANTIZATION_CONFIG;
 use super::text_config::text_part;
 use super::{
-    EMBED_TOKENS, KeptTensors, LM_HEAD, StoredDtype, TIE_EMBEDDING, WriteEntry, names_in, readers, write,
+    EMBED_TOKENS, LM_HEAD, RetainedTensors, StoredDtype, TIE_EMBEDDING, WriteEntry, names_in, readers, write,
 };
 use crate::error::input_file;
 use crate::error::{Error, Result};
@@ -103,10 +103,10 @@ impl ConfigChanges {
         Self { whole: true, predict_further: true, ..Self::default() }
     }
 
-    /// Returns the same changes for weights with the tensors that `kept` has.
+    /// Returns the same changes for weights with the tensors that `retained` has.
     #[must_use]
-    pub fn with_kept(self, kept: &KeptTensors) -> Self {
-        Self { whole: kept.is_whole(), predict_further: kept.predict_further(), ..self }
+    pub fn with_retained(self, retained: &RetainedTensors) -> Self {
+        Self { whole: retained.is_whole(), predict_further: retained.predict_further(), ..self }
     }
 
     /// Returns the same changes; if `untied`, also with embedding and head as two tensors.
@@ -241,7 +241,7 @@ impl TokenizerFiles {
 /// Returns the name of the vocabulary in `folder`, if it has one.
 fn vocabulary(folder: &Path) -> Result<Option<&'static str>> {
     let names = if facts(folder)?.is_some() { file_names(folder)? } else { Vec::new() };
-    Ok(tokenizer_names::vocabulary(|name| names.iter().any(|found| found == name)))
+    Ok(tokenizer_names::vocabulary(|name| names.iter().any(|listed| listed == name)))
 }
 
 /// Copies the sidecar files of the weights in `from` to the existing folder `to`. A given
@@ -270,7 +270,7 @@ pub fn copy(
         }
     }
     copy_tokenizer(from, to, if tokenizer.is_some() { &[] } else { &VOCABULARIES })?;
-    if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|found| found.is_file()) {
+    if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|metadata| metadata.is_file()) {
         copy_file(&from.join(GENERATION_CONFIG), &to.join(GENERATION_CONFIG))?;
     }
     if keeps_quantization {
@@ -311,7 +311,7 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
         copy_file(&from.join(&name), &to.join(&name))?;
     }
     let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
-    if facts(&templates)?.is_some_and(|found| found.is_dir()) {
+    if facts(&templates)?.is_some_and(|metadata| metadata.is_dir()) {
         std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
         for name in file_names(&templates)? {
             copy_file(&templates.join(&name), &copies.join(&name))?;
@@ -324,7 +324,7 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for name in names_in(folder)? {
-        if facts(&folder.join(&name))?.is_some_and(|found| found.is_file()) {
+        if facts(&folder.join(&name))?.is_some_and(|metadata| metadata.is_file()) {
             files.push(name);
         }
     }
@@ -334,7 +334,7 @@ fn file_names(folder: &Path) -> Result<Vec<String>> {
 /// Returns the metadata of a file or folder, or of a link's target; `None` if it does not exist.
 fn facts(path: &Path) -> Result<Option<Metadata>> {
     match path.metadata() {
-        Ok(found) => Ok(Some(found)),
+        Ok(metadata) => Ok(Some(metadata)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io("read", path, &error)),
     }

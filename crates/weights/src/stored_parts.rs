@@ -41,11 +41,11 @@ impl StoredParts {
     }
 
     /// Returns the format in which a run may keep it instead of decoding it.
-    pub(super) fn kept(&self) -> Option<QuantFormat> {
+    pub(super) fn run_format(&self) -> Option<QuantFormat> {
         match self {
             StoredParts::Quantized(_) => None,
-            StoredParts::Packed(parts) => parts.kept().map(QuantFormat::Grid),
-            StoredParts::Blocks(parts) => parts.kept(),
+            StoredParts::Packed(parts) => parts.run_format().map(QuantFormat::Grid),
+            StoredParts::Blocks(parts) => parts.run_format(),
         }
     }
 
@@ -69,7 +69,7 @@ impl StoredParts {
     /// Returns the positions of the parts beside the codes that are read with the values.
     pub(super) fn places(&self) -> Vec<&ShardRange> {
         match self {
-            StoredParts::Quantized(parts) => parts.runs.iter().map(|(_, place)| place).collect(),
+            StoredParts::Quantized(parts) => parts.runs.iter().map(|(_, span)| span).collect(),
             StoredParts::Packed(parts) => parts.places().collect(),
             StoredParts::Blocks(parts) => parts.places().collect(),
         }

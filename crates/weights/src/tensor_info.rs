@@ -43,6 +43,6 @@ pub(super) struct ShardRange {
 
 /// New bytes for a range of a file.
 pub(super) struct Patch {
-    pub(super) place: ShardRange,
+    pub(super) span: ShardRange,
     pub(super) bytes: Vec<u8>,
 }

@@ -26,21 +26,35 @@ struct VisionModel {
     /// The base of the rotary frequencies if config.json has none; `None` for that of the text
     /// model.
     rope_theta: Option<f64>,
+    /// Adds the defaults of keys that the text part may omit; `None` if it has them all.
+    add_defaults: Option<fn(&mut Map<String, Value>)>,
 }
 
 /// Returns the usual model: embedding and head tied by the config.json of the whole model, the base
-/// of the rotary frequencies that of the text model.
+/// of the rotary frequencies that of the text model, all keys of the text part in config.json.
 const fn vision(
     model_type: &'static str,
     text_type: &'static str,
     same_as: &'static str,
     class: &'static str,
 ) -> VisionModel {
-    VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
+    VisionModel {
+        model_type,
+        text_type,
+        same_as,
+        class,
+        tied: true,
+        text_ties: false,
+        rope_theta: None,
+        add_defaults: None,
+    }
 }
 
 const VISION_MODELS: [VisionModel; 12] = [
-    vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    VisionModel {
+        add_defaults: Some(fill_gemma3),
+        ..vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM")
+    },
     vision("gemma3n", "gemma3n_text", "gemma3n_text", "Gemma3nForCausalLM"),
     vision("gemma4", "gemma4_text", "gemma4_text", "Gemma4ForCausalLM"),
     vision("gemma4_unified", "gemma4_unified_text", "gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
@@ -104,8 +118,8 @@ pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, Str
             text.insert(key.into(), value.clone());
         }
     }
-    if model.model_type == "gemma3" {
-        fill_gemma3(&mut text);
+    if let Some(add_defaults) = model.add_defaults {
+        add_defaults(&mut text);
     }
     if let Some(theta) = model.rope_theta {
         one_position(&mut text, theta);
@@ -136,7 +150,7 @@ fn one_position(text: &mut Map<String, Value>, theta: f64) {
             rope.shift_remove(section);
         }
         for kind in ["type", "rope_type"] {
-            if rope.get(kind).is_some_and(|found| found == "mrope") {
+            if rope.get(kind).is_some_and(|kind_name| kind_name == "mrope") {
                 rope.insert(kind.into(), "default".into());
             }
         }

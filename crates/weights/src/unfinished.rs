@@ -41,9 +41,9 @@ pub(crate) struct Unfinished {
 }
 
 impl Unfinished {
-    /// Returns the temporary name beside `place` that the process `pid` uses.
-    pub(crate) fn beside(place: &Path, pid: u32) -> PathBuf {
-        let mut name = place.to_owned().into_os_string();
+    /// Returns the temporary name beside `target` that the process `pid` uses.
+    pub(crate) fn beside(target: &Path, pid: u32) -> PathBuf {
+        let mut name = target.to_owned().into_os_string();
         name.push(format!("{MARK}{pid}"));
         PathBuf::from(name)
     }
@@ -66,26 +66,26 @@ impl Unfinished {
         &self.path
     }
 
-    /// Renames it to `place`, over an existing file or empty folder.
+    /// Renames it to `target`, over an existing file or empty folder.
     ///
     /// # Errors
     /// The rename fails; it then stays unfinished.
-    pub(crate) fn replace(&self, place: &Path) -> io::Result<()> {
-        self.put(place, |from, to| std::fs::rename(from, to))
+    pub(crate) fn replace(&self, target: &Path) -> io::Result<()> {
+        self.put(target, |from, to| std::fs::rename(from, to))
     }
 
-    /// Renames a file to `place`, which must not exist.
+    /// Renames a file to `target`, which must not exist.
     ///
     /// # Errors
-    /// `AlreadyExists`: `place` exists. The rename fails; the file then stays unfinished.
-    pub(crate) fn put_new(&self, place: &Path) -> io::Result<()> {
-        self.put(place, rename_new)
+    /// `AlreadyExists`: `target` exists. The rename fails; the file then stays unfinished.
+    pub(crate) fn put_new(&self, target: &Path) -> io::Result<()> {
+        self.put(target, rename_new)
     }
 
-    fn put(&self, place: &Path, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
+    fn put(&self, target: &Path, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
         // A signal finds it either unfinished or renamed.
         let mut begun = begun();
-        rename(&self.path, place)?;
+        rename(&self.path, target)?;
         begun.remove(&self.path);
         Ok(())
     }
@@ -154,7 +154,7 @@ pub fn discard_unfinished() -> bool {
 
 /// Removes a file or a folder; the next process sweeps anything that cannot be removed.
 fn discard(path: &Path) {
-    if !path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+    if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
         drop(std::fs::remove_file(path));
         return;
     }
@@ -177,12 +177,12 @@ pub fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        let Some((place, pid)) = temporary(&name) else { continue };
+        let Some((target, pid)) = temporary(&name) else { continue };
         let path = entry.path();
         // A process with this one's id may have been killed in an earlier container.
         let gone = pid == std::process::id() || !is_alive(pid);
         let plain = entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_file());
-        if ours(place) && gone && plain && !begun().contains(&path) && is_unlocked(&path) {
+        if ours(target) && gone && plain && !begun().contains(&path) && is_unlocked(&path) {
             discard(&path);
         }
     }
@@ -330,7 +330,7 @@ mod tests {
     fn temporary_names_are_read_back() {
         let name = Unfinished::beside(Path::new("a/out"), 17);
         assert_eq!(temporary(&name.to_string_lossy()), Some(("a/out", 17)));
-        for (name, found) in [
+        for (name, parsed) in [
             ("out.tmp-17-removed", Some(("out", 17))),
             ("out.tmp-17-replaced", Some(("out", 17))),
             ("out.tmp-1.tmp-2", Some(("out.tmp-1", 2))),
@@ -340,7 +340,7 @@ mod tests {
             ("out.tmp-", None),
             ("out", None),
         ] {
-            assert_eq!(temporary(name), found, "{name}");
+            assert_eq!(temporary(name), parsed, "{name}");
         }
     }
 

@@ -85,9 +85,9 @@ mod tests {
         let mut files = ModelFiles::open_file(&path)?;
         let mut whole = vec![0f32; experts * rows * columns];
         files.read_f32("all", &mut whole)?;
-        for (at, found) in whole.iter().enumerate() {
+        for (at, actual) in whole.iter().enumerate() {
             let (expert, column, row) = (at / (columns * rows), at / rows % columns, at % rows);
-            assert_eq!(*found, value(expert, row * columns + column));
+            assert_eq!(*actual, value(expert, row * columns + column));
         }
         let part = |expert: usize| StackPart { name: name(expert), shape: vec![rows, columns] };
         files.unstack(StackParts { stack, parts: (0..experts).map(part).collect() })?;

@@ -128,8 +128,8 @@ impl CollectiveSpeeds {
 }
 
 /// Returns small whole numbers, whose f32 sums are exact in any order for up to a thousand ranks.
-fn pattern(place: usize) -> f32 {
-    (place % 13 + 1) as f32
+fn pattern(index: usize) -> f32 {
+    (index % 13 + 1) as f32
 }
 
 /// Input and output buffers of `op` on a rank.
@@ -154,7 +154,7 @@ impl OpData {
         let (input, output) = match op {
             MeasuredOp::AllReduce => (RankBuffer::filled(full, device, value)?, None),
             MeasuredOp::AllGather => {
-                let shard = RankBuffer::filled(part, device, |place| value(start + place))?;
+                let shard = RankBuffer::filled(part, device, |index| value(start + index))?;
                 (shard, Some(RankBuffer::zeros(full, device)?))
             }
             MeasuredOp::ReduceScatter => {
@@ -182,25 +182,25 @@ impl OpData {
     }
 }
 
-/// Returns the correct value of `op` at `place` of a rank's result, if rank r passes `r + 1` times
+/// Returns the correct value of `op` at `index` of a rank's result, if rank r passes `r + 1` times
 /// the pattern.
-fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, place: usize) -> f32 {
+fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, index: usize) -> f32 {
     let sum = (ranks * (ranks + 1) / 2) as f32;
     match op {
-        MeasuredOp::AllReduce => sum * pattern(place),
-        MeasuredOp::AllGather => (place / part + 1) as f32 * pattern(place),
-        MeasuredOp::ReduceScatter => sum * pattern(rank * part + place),
+        MeasuredOp::AllReduce => sum * pattern(index),
+        MeasuredOp::AllGather => (index / part + 1) as f32 * pattern(index),
+        MeasuredOp::ReduceScatter => sum * pattern(rank * part + index),
     }
 }
 
 /// Refuses a wrong result.
-fn check(op: MeasuredOp, place: (usize, usize), part: usize, values: &[f32]) -> Result<()> {
+fn check(op: MeasuredOp, rank_of_size: (usize, usize), part: usize, values: &[f32]) -> Result<()> {
     let wrong = |(at, value): (usize, &f32)| {
-        let right = expected(op, place, part, at);
+        let right = expected(op, rank_of_size, part, at);
         (value.to_bits() != right.to_bits()).then_some((at, *value, right))
     };
     let Some((at, value, right)) = values.iter().enumerate().find_map(wrong) else { return Ok(()) };
-    let (rank, ranks) = place;
+    let (rank, ranks) = rank_of_size;
     Err(Error::internal(format!("{} over {ranks} ranks gave a wrong result", op.name()))
         .because(format!("on rank {rank} element {at} of {} is {value}, expected {right}", values.len()))
         .hint(
@@ -212,7 +212,7 @@ fn check(op: MeasuredOp, place: (usize, usize), part: usize, values: &[f32]) -> 
 fn time(op: MeasuredOp, bytes: u64, world: &dyn Collective, device: &Device) -> Result<CollectiveTiming> {
     let (rank, ranks) = (world.rank(), world.size());
     let part = (bytes as usize / size_of::<f32>()).div_ceil(ranks).max(1);
-    let data = OpData::new(op, world, part, device, |place| (rank + 1) as f32 * pattern(place))?;
+    let data = OpData::new(op, world, part, device, |index| (rank + 1) as f32 * pattern(index))?;
     data.call(world)?;
     check(op, (rank, ranks), part, &data.result().values::<f32>()?)?;
     drop(data);

@@ -6,7 +6,7 @@ mod collectives;
 pub(crate) mod net;
 mod pairs;
 mod rank_buffer;
-mod rank_place;
+mod rank_location;
 
 pub(crate) use self::collectives::CollectiveSpeeds;
 

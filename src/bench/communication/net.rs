@@ -11,7 +11,7 @@ use super::clocks::{self, ClockSkew};
 use super::collectives::CollectiveSpeeds;
 use super::on_ranks;
 use super::pairs::{self, PairSpeed, PairTimes};
-use super::rank_place::RankPlace;
+use super::rank_location::RankLocation;
 use crate::cli::CommunicationArgs;
 use crate::collective::Collective;
 use crate::doctor::host_facts::HostFacts;
@@ -54,7 +54,7 @@ impl NetworkReport {
         world: &dyn Collective,
         device: &Device,
     ) -> Result<Self> {
-        let places = RankPlace::here(facts, !device.is_cpu()).share(world)?;
+        let places = RankLocation::here(facts, !device.is_cpu()).share(world)?;
         let times = PairTimes::measure(world, device, &places)?;
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         let clocks = clocks::measure(world, &clock)?;
@@ -62,7 +62,7 @@ impl NetworkReport {
         let slow = pairs::warnings(&pairs, &places);
         let skewed = clocks.iter().filter_map(|skew| skew.warning(&places[skew.rank].host));
         let warnings = slow.into_iter().chain(skewed).collect();
-        let hosts = places.iter().map(|place| place.host.clone()).collect();
+        let hosts = places.iter().map(|location| location.host.clone()).collect();
         Ok(NetworkReport { collectives, hosts, pairs, clocks, warnings })
     }
 

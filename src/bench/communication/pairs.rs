@@ -6,7 +6,7 @@ use candle_core::Device;
 use serde::Serialize;
 
 use super::rank_buffer::RankBuffer;
-use super::rank_place::{NETWORK, RankPlace};
+use super::rank_location::{NETWORK, RankLocation};
 use crate::collective::{Call, Collective};
 use crate::error::Result;
 use crate::runtime::clock;
@@ -57,7 +57,7 @@ pub(crate) struct PairTimes {
 impl PairTimes {
     /// Measures all pairs, then again those that seem slow, because a busy machine or network may
     /// delay a pair once. All ranks call it and get the same times.
-    pub(crate) fn measure(world: &dyn Collective, device: &Device, places: &[RankPlace]) -> Result<Self> {
+    pub(crate) fn measure(world: &dyn Collective, device: &Device, places: &[RankLocation]) -> Result<Self> {
         let ranks = world.size();
         let all = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
         let all = all.filter(|(from, to)| from != to).collect();
@@ -73,7 +73,7 @@ impl PairTimes {
     }
 
     /// Returns the slow pairs, which are the same on every rank.
-    fn slow(&self, places: &[RankPlace]) -> BTreeSet<(usize, usize)> {
+    fn slow(&self, places: &[RankLocation]) -> BTreeSet<(usize, usize)> {
         let judged = self.judged(places, 1.0);
         judged.iter().filter(|pair| pair.slow).map(|pair| (pair.from, pair.to)).collect()
     }
@@ -123,7 +123,7 @@ impl PairTimes {
 
     /// Returns the pairs with their judgement, slowest first. `copy` is the rate of a copy in
     /// memory, in 10^9 bytes per second.
-    pub(crate) fn judged(&self, places: &[RankPlace], copy: f64) -> Vec<PairSpeed> {
+    pub(crate) fn judged(&self, places: &[RankLocation], copy: f64) -> Vec<PairSpeed> {
         let pairs = (0..self.ranks).flat_map(|from| (0..self.ranks).map(move |to| (from, to)));
         let mut speeds: Vec<PairSpeed> = pairs
             .filter(|(from, to)| from != to)
@@ -190,7 +190,7 @@ fn answer(world: &dyn Collective, from: usize, message: &RankBuffer, answer: &Ra
 
 /// Returns the warnings about slow pairs, each pair once, and about networks with less than half of
 /// their expected rate. `pairs` are all, slowest first.
-pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String> {
+pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankLocation]) -> Vec<String> {
     let mut seen: BTreeSet<[usize; 2]> = BTreeSet::new();
     let slow = pairs.iter().filter(|pair| pair.slow);
     let once = slow.filter(|pair| seen.insert([pair.from.min(pair.to), pair.from.max(pair.to)]));
@@ -208,9 +208,9 @@ pub(crate) fn kinds(pairs: &[PairSpeed]) -> Vec<String> {
 }
 
 impl PairSpeed {
-    fn slow_text(&self, pairs: &[PairSpeed], places: &[RankPlace]) -> String {
+    fn slow_text(&self, pairs: &[PairSpeed], places: &[RankLocation]) -> String {
         let PairSpeed { from, to, gbps, median_gbps, kind, .. } = self;
-        let host = |rank: usize| places.get(rank).map_or("", |place| place.host.as_str());
+        let host = |rank: usize| places.get(rank).map_or("", |location| location.host.as_str());
         let back = pairs.iter().find(|pair| (pair.from, pair.to) == (*to, *from));
         let back = back.map_or_else(String::new, |back| format!(", back {:.3} GB/s", back.gbps));
         let share = 100.0 * gbps / median_gbps;
@@ -254,10 +254,11 @@ mod tests {
 
     /// Judges four ranks on two hosts with a 10 Gb/s network; `secs` are the times of messages of 1
     /// GB.
-    fn judged(secs: impl Fn(usize, usize) -> f64) -> (Vec<PairSpeed>, Vec<RankPlace>) {
+    fn judged(secs: impl Fn(usize, usize) -> f64) -> (Vec<PairSpeed>, Vec<RankLocation>) {
         let link = LinkClass { name: "10 Gb/s ethernet".to_owned(), gbytes_per_sec: 1.25 };
         let hosts = ["a", "a", "b", "b"];
-        let places: Vec<RankPlace> = hosts.map(|host| RankPlace::of_host(host, Some(link.clone()))).into();
+        let places: Vec<RankLocation> =
+            hosts.map(|host| RankLocation::of_host(host, Some(link.clone()))).into();
         let large = (0..16).map(|at| secs(at / 4, at % 4)).collect();
         let times = PairTimes { ranks: 4, bytes: 1_000_000_000, large, short: vec![1e-5; 16] };
         (times.judged(&places, 20.0), places)
@@ -299,7 +300,7 @@ mod tests {
     /// A pair is slow only if every measurement is.
     #[test]
     fn the_faster_time_counts() {
-        let host = RankPlace::of_host("a", None);
+        let host = RankLocation::of_host("a", None);
         let times =
             |large: [f64; 4]| PairTimes { ranks: 2, bytes: 1, large: large.into(), short: vec![0.0; 4] };
         let mut seen = times([0.0, 9.0, 1.0, 0.0]);

@@ -11,7 +11,7 @@ use memmap2::MmapMut;
 use serde::Serialize;
 
 use crate::doctor::fact_lines::{FactLine, line};
-use crate::runtime::disk_room::DiskRoom;
+use crate::runtime::disk_space::DiskSpace;
 use crate::units;
 
 /// Largest number of bytes to write and read.
@@ -52,18 +52,18 @@ impl DiskSpeed {
     pub(crate) fn measure(name: &'static str, folder: &Path) -> Self {
         let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
         let existing = absolute.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
-        let room = File::open(existing).ok().and_then(|folder| DiskRoom::of(&folder));
+        let space = File::open(existing).ok().and_then(|folder| DiskSpace::of(&folder));
         let speed = |rates, failure| DiskSpeed {
             name,
             folder: existing.to_owned(),
-            free_bytes: room.map(|room| room.free),
-            total_bytes: room.map(|room| room.total),
+            free_bytes: space.map(|space| space.free),
+            total_bytes: space.map(|space| space.total),
             rates,
             failure,
         };
-        match room {
-            Some(room) if room.free < 2 * FILE_BYTES => {
-                speed(None, Some(format!("not measured: only {} free", units::bytes(room.free))))
+        match space {
+            Some(space) if space.free < 2 * FILE_BYTES => {
+                speed(None, Some(format!("not measured: only {} free", units::bytes(space.free))))
             }
             _ => match rates(existing) {
                 Ok(rates) => speed(Some(rates), None),
@@ -75,10 +75,10 @@ impl DiskSpeed {
     /// Formats the speed as a line.
     pub(crate) fn line(&self) -> FactLine {
         let rates = self.rates.map(|rates| rates.text()).or(self.failure.clone()).unwrap_or_default();
-        let room = self.free_bytes.zip(self.total_bytes).map_or_else(String::new, |(free, total)| {
+        let free = self.free_bytes.zip(self.total_bytes).map_or_else(String::new, |(free, total)| {
             format!(", {} of {} free", units::bytes(free), units::bytes(total))
         });
-        line(format!("disk of the {}", self.name), format!("{}: {rates}{room}", self.folder.display()))
+        line(format!("disk of the {}", self.name), format!("{}: {rates}{free}", self.folder.display()))
     }
 }
 

@@ -131,8 +131,8 @@ fn port_state(text: &str) -> String {
 }
 
 /// Returns the PCI function of an interface's device.
-fn pci_address(place: &Path) -> Option<String> {
-    sysfs::way(&place.join("device")).into_iter().rev().find(|name| sysfs::is_pci_address(name))
+fn pci_address(folder: &Path) -> Option<String> {
+    sysfs::way(&folder.join("device")).into_iter().rev().find(|name| sysfs::is_pci_address(name))
 }
 
 impl NetworkInterface {

@@ -28,7 +28,7 @@ use self::numa::NumaNode;
 use self::nvlink::NvLinks;
 use self::pci::{PciDevice, PciDistance, PciRole};
 use super::fact_lines::{FactLine, line};
-use crate::runtime::disk_room::DiskRoom;
+use crate::runtime::disk_space::DiskSpace;
 use crate::runtime::machine;
 
 /// Facts about the machine.
@@ -86,8 +86,8 @@ impl HostFacts {
             has_rdma: has_rdma || pci.iter().any(PciDevice::is_efa),
             shared_memory: File::open(root.join("dev/shm"))
                 .ok()
-                .and_then(|folder| DiskRoom::of(&folder))
-                .map(|room| room.total),
+                .and_then(|folder| DiskSpace::of(&folder))
+                .map(|space| space.total),
             cores: std::thread::available_parallelism().ok().map(|cores| cores.get() as u64),
             cores_online: machine::processors_online(),
             memory,

@@ -32,7 +32,8 @@ const DEFAULT_FOLDERS: [&str; 7] = [
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct NetworkPlugins {
     /// Files that the loader finds.
-    found: Vec<PathBuf>,
+    #[serde(rename = "found")]
+    paths: Vec<PathBuf>,
     /// Files in folders that the loader does not search.
     outside: Vec<PathBuf>,
     /// Value of `NCCL_NET_PLUGIN`.
@@ -49,7 +50,7 @@ impl NetworkPlugins {
         let outside = outside.flat_map(|folder| plugins_in(&folder)).collect();
         let mut plugins: Vec<PathBuf> = folders.iter().flat_map(|folder| plugins_in(folder)).collect();
         plugins.dedup();
-        NetworkPlugins { found: plugins, outside, asked }
+        NetworkPlugins { paths: plugins, outside, asked }
     }
 
     /// Describes the plugins. `has_efa`: this machine has EFA devices.
@@ -59,8 +60,8 @@ impl NetworkPlugins {
         };
         let asked =
             self.asked.iter().map(|name| format!(" (NCCL_NET_PLUGIN is `{name}`)")).collect::<String>();
-        if !self.found.is_empty() {
-            return list(&self.found) + &asked;
+        if !self.paths.is_empty() {
+            return list(&self.paths) + &asked;
         }
         if let Some(folder) = self.outside.first().and_then(|file| file.parent()) {
             let (files, folder) = (list(&self.outside), folder.display());

@@ -75,24 +75,24 @@ pub(crate) fn read(root: &Path) -> Vec<PciDevice> {
     addresses.into_iter().filter_map(|address| device(root, &folder.join(&address), address)).collect()
 }
 
-fn device(root: &Path, place: &Path, address: String) -> Option<PciDevice> {
-    let role = match sysfs::hex(&place.join("class"))? >> 16 {
+fn device(root: &Path, folder: &Path, address: String) -> Option<PciDevice> {
+    let role = match sysfs::hex(&folder.join("class"))? >> 16 {
         0x02 => PciRole::Nic,
         0x03 => PciRole::Gpu,
         _ => return None,
     };
-    let mut above = sysfs::way(place);
+    let mut above = sysfs::way(folder);
     above.pop();
     let bridge = above.iter().position(|name| name.starts_with("pci")).unwrap_or(above.len());
     Some(PciDevice {
         role,
-        vendor: sysfs::hex(&place.join("vendor")).unwrap_or_default(),
-        device: sysfs::hex(&place.join("device")).unwrap_or_default(),
+        vendor: sysfs::hex(&folder.join("vendor")).unwrap_or_default(),
+        device: sysfs::hex(&folder.join("device")).unwrap_or_default(),
         name: nvidia_model(root, &address),
-        driver: sysfs::link_name(&place.join("driver")),
-        numa_node: sysfs::number(&place.join("numa_node")),
-        link: link(place, "max"),
-        link_now: link(place, "current"),
+        driver: sysfs::link_name(&folder.join("driver")),
+        numa_node: sysfs::number(&folder.join("numa_node")),
+        link: link(folder, "max"),
+        link_now: link(folder, "current"),
         above: above.split_off(bridge),
         address,
     })
@@ -100,11 +100,11 @@ fn device(root: &Path, place: &Path, address: String) -> Option<PciDevice> {
 
 /// Reads a link from texts such as `16.0 GT/s PCIe` and `16`. A link that is off has 0 lanes, an
 /// unknown one 255.
-fn link(place: &Path, which: &str) -> Option<PcieLink> {
-    let rate = sysfs::text(&place.join(format!("{which}_link_speed")))?;
+fn link(folder: &Path, which: &str) -> Option<PcieLink> {
+    let rate = sysfs::text(&folder.join(format!("{which}_link_speed")))?;
     let gt_per_sec =
         rate.split(' ').next()?.parse().ok().filter(|rate: &f64| *rate > 0.0 && rate.is_finite())?;
-    let lanes = sysfs::number(&place.join(format!("{which}_link_width")))?;
+    let lanes = sysfs::number(&folder.join(format!("{which}_link_width")))?;
     (1..=32).contains(&lanes).then_some(PcieLink { gt_per_sec, lanes })
 }
 

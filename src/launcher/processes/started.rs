@@ -5,7 +5,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use signal_hook::consts::SIGKILL;
 
 use super::RankProcess;
-use super::kept_output::KeptOutput;
+use super::last_output::LastOutput;
 use crate::error::{ErrorCategory, Result};
 use crate::launcher::child::Running;
 use crate::launcher::signals::ENDS_BEFORE_RUN;
@@ -17,7 +17,7 @@ pub(super) struct StartedProcess {
     pub(super) name: String,
     pub(super) child: Running,
     /// Its output; none for the process that has the standard streams of this one.
-    pub(super) output: Option<KeptOutput>,
+    pub(super) output: Option<LastOutput>,
     /// True if this process has killed it because another one failed.
     is_killed: bool,
     /// True if this process has sent it [`ENDS_BEFORE_RUN`] because another one failed.
@@ -33,7 +33,7 @@ impl StartedProcess {
     /// [`crate::error::Error::cannot_start`].
     pub(super) fn start(process: RankProcess, is_first: bool) -> Result<Self> {
         let RankProcess { name, mut command, screen } = process;
-        let output = if is_first { None } else { Some(KeptOutput::of(&mut command, &name)?) };
+        let output = if is_first { None } else { Some(LastOutput::of(&mut command, &name)?) };
         let child = Running::start(command)?;
         Ok(StartedProcess { name, child, output, is_killed: false, is_signalled: false, _screen: screen })
     }

@@ -167,8 +167,8 @@ fn each_rank_gets_its_own_flags() {
         .map(OsString::from)
         .collect();
     let rank = |gpu: &str| SplitRank { device: ["--gpus".to_owned(), gpu.to_owned()], variables: Vec::new() };
-    let place = ProcessPlace::of(&second, second.master.clone().unwrap());
-    let own = place.of_one(1, 2);
+    let position = ProcessPosition::of(&second, second.master.clone().unwrap());
+    let own = position.of_one(1, 2);
     let joined: Vec<String> =
         words_of(&words, &rank("6"), &own).into_iter().map(|word| word.into_string().unwrap()).collect();
     assert_eq!(
@@ -180,7 +180,7 @@ fn each_rank_gets_its_own_flags() {
         [("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")].map(|(name, value)| (name, value.to_owned()))
     );
     assert_eq!(rank("6").name(own.rank), "rank 3 on GPU 6");
-    assert_eq!(ProcessPlace::of(&alone, master).of_one(1, 2).in_words(&[]).len(), 8);
+    assert_eq!(ProcessPosition::of(&alone, master).of_one(1, 2).in_words(&[]).len(), 8);
 }
 
 /// Ranks on several GPUs load CUDA's code at their start, unless the user has set the variable.

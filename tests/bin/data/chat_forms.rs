@@ -3,30 +3,30 @@
 
 use serde_json::{Value, json};
 
-use crate::place::{Place, golden};
+use crate::test_dir::{TestDir, golden};
 
 /// Returns the text of the rows `text`, as `finetune data` prints it for the model `name` with
 /// `settings`.
 fn shown(name: &str, text: &str, settings: &[&str]) -> String {
-    let place = Place::with_model(name);
-    place.write("chats.jsonl", text);
+    let dir = TestDir::with_model(name);
+    dir.write("chats.jsonl", text);
     for template in ["args-as-text", "think-in-the-last-turn-alone"] {
         let file = golden("field").join(template).join("chat.jinja");
-        std::fs::copy(file, place.path(&format!("{template}.jinja"))).unwrap();
+        std::fs::copy(file, dir.path(&format!("{template}.jinja"))).unwrap();
     }
     let mut args =
         vec!["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.max_seq_len=2000"];
     settings.iter().for_each(|setting| args.extend(["--set", setting]));
-    place.said(&args)
+    dir.said(&args)
 }
 
 /// A folder with a model, a row in `chats.jsonl` and a template in `t.jinja`, and the command that
 /// shows the row.
-fn with_template(row: &str, template: &str) -> (Place, [&'static str; 7]) {
-    let place = Place::with_model("tiny-qwen2");
-    place.write("chats.jsonl", row);
-    place.write("t.jinja", template);
-    (place, ["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.chat_template=t.jinja"])
+fn with_template(row: &str, template: &str) -> (TestDir, [&'static str; 7]) {
+    let dir = TestDir::with_model("tiny-qwen2");
+    dir.write("chats.jsonl", row);
+    dir.write("t.jinja", template);
+    (dir, ["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.chat_template=t.jinja"])
 }
 
 /// A chat whose assistant calls `get_temp` with these arguments.
@@ -55,11 +55,11 @@ fn parts_are_no_text_to_a_template_that_prints_text() {
     // finetune searches for each part separately: the template may print its own text between two
     // parts.
     let two = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]}, {"role": "assistant", "content": "b"}]}"#;
-    let (place, args) = with_template(
+    let (dir, args) = with_template(
         two,
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | e }}{% else %}{% for p in m.content %}{{ p.text }}\n--\n{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
-    let said = place.said(&args);
+    let said = dir.said(&args);
     assert!(said.contains("One\n--\ntwo\n--") && !said.contains("warning: the chat template"), "{said}");
 }
 
@@ -125,16 +125,16 @@ const CHOSEN: [&str; 1] = ["data.format=preference_chosen"];
 #[test]
 fn pairs_of_answers_are_refused_until_a_side_is_named() {
     let row = r#"{"prompt": "Hi", "chosen": " Ahoy.", "rejected": " No."}"#;
-    let place = Place::with_model("tiny-qwen3");
-    place.write("pairs.jsonl", row);
+    let dir = TestDir::with_model("tiny-qwen3");
+    dir.write("pairs.jsonl", row);
     let args = ["data", "--model", "model", "--dataset", "pairs.jsonl"];
-    let refused = place.refused(&args);
+    let refused = dir.refused(&args);
     assert!(refused.contains("cannot train on the preference rows of"), "{refused}");
     assert!(refused.contains("pairs.jsonl"), "{refused}");
     assert!(refused.contains("`objective.kind` is \"cross_entropy\""), "{refused}");
     assert!(refused.contains("write `data.format = \"preference_chosen\"`"), "{refused}");
     for named in ["data.format=preference", "data.format=auto"] {
-        let refused = place.refused(&[&args[..], &["--set", named]].concat());
+        let refused = dir.refused(&[&args[..], &["--set", named]].concat());
         assert!(refused.contains("preference rows"), "{named}: {refused}");
     }
     let said = shown("tiny-qwen3", row, &CHOSEN);
@@ -189,8 +189,8 @@ fn a_turn_that_comes_again_is_no_repeated_prompt() {
 fn turns_that_cannot_be_told_apart_are_refused() {
     let row = r#"{"messages": [{"role": "user", "content": "read"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}, {"role": "assistant", "content": "two and three"}]}"#;
     let template = "[{{ messages[-1].content | length }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
-    let (place, args) = with_template(row, template);
-    let refused = place.refused(&args);
+    let (dir, args) = with_template(row, template);
+    let refused = dir.refused(&args);
     assert!(refused.contains("cannot locate the assistant's text in message 3"), "{refused}");
 }
 
@@ -229,9 +229,9 @@ fn a_file_of_one_row_holds_no_rows() {
         assert!(said.contains("not used: "), "{said}");
     }
     // Rows inside a row of the same format are ambiguous.
-    let place = Place::with_model("tiny-qwen3");
-    place.write("chats.json", r#"{"text": "Three stories", "rows": [{"text": "One"}, {"text": "Two"}]}"#);
-    let refused = place.refused(&["data", "--model", "model", "--dataset", "chats.json"]);
+    let dir = TestDir::with_model("tiny-qwen3");
+    dir.write("chats.json", r#"{"text": "Three stories", "rows": [{"text": "One"}, {"text": "Two"}]}"#);
+    let refused = dir.refused(&["data", "--model", "model", "--dataset", "chats.json"]);
     assert!(
         refused.contains("has the keys of a row, and so have those in its `rows`: write one row a line"),
         "{refused}"
@@ -255,12 +255,12 @@ fn roles_that_nobody_knows_are_named() {
     let said = shown("tiny-qwen2", row, &["data.chat_template=chatml"]);
     let warning = "warning: messages of the role \"asistant\" are not trained (1 in 1 row); known roles: system, developer, user, assistant, tool\n";
     assert!(said.contains(warning), "{said}");
-    let place = Place::with_model("tiny-qwen3");
-    place.write(
+    let dir = TestDir::with_model("tiny-qwen3");
+    dir.write(
         "chats.jsonl",
         r#"{"conversations": [{"from": "Question", "value": "Hi"}, {"from": "Answer", "value": "Ahoy."}]}"#,
     );
-    let refused = place.refused(&["data", "--model", "model", "--dataset", "chats.jsonl"]);
+    let refused = dir.refused(&["data", "--model", "model", "--dataset", "chats.jsonl"]);
     assert!(
         refused.contains("no message is trained: its roles are answer, question; known: system"),
         "{refused}"
@@ -281,11 +281,11 @@ fn a_setting_for_chats_without_chats_is_said() {
 #[test]
 fn an_answer_that_is_cut_by_its_template_is_said() {
     let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One line.\nAnother line."}]}"#;
-    let (place, args) = with_template(
+    let (dir, args) = with_template(
         row,
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('\n')[0] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     );
-    let said = place.said(&args);
+    let said = dir.said(&args);
     assert!(
         said.contains("warning: the chat template leaves out some assistant messages (1 in 1 row)"),
         "{said}"
@@ -300,14 +300,14 @@ fn control_tokens_in_a_text_stay_text() {
     let cases: Vec<Value> = serde_json::from_str(&cases).unwrap();
     assert!(!cases.is_empty());
     for case in cases {
-        let place = Place::with_model(case["model"].as_str().unwrap());
-        place.write(
+        let dir = TestDir::with_model(case["model"].as_str().unwrap());
+        dir.write(
             "chats.jsonl",
             &json!({ "messages": case["messages"], "tools": case["tools"] }).to_string(),
         );
         let args = ["data", "--model", "model", "--dataset", "chats.jsonl", "--tokens"];
         let sanitized = ["--set", "data.sanitize_control_tokens=true", "--set", "data.max_seq_len=2000"];
-        let said = place.said(&[&args[..], &sanitized].concat());
+        let said = dir.said(&[&args[..], &sanitized].concat());
         let fields = said.lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>());
         let ids: Vec<u64> = fields
             .filter(|fields| fields.len() == 2 && fields[0].parse::<usize>().is_ok())

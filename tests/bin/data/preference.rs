@@ -2,14 +2,14 @@
 
 use serde_json::{Value, json};
 
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 const DATA: [&str; 5] = ["data", "--model", "model", "--dataset", "rows.jsonl"];
 
-fn place(rows: &[Value]) -> Place {
-    let place = Place::with_model("tiny-llama3");
-    place.write("rows.jsonl", &rows.iter().map(|row| format!("{row}\n")).collect::<String>());
-    place
+fn test_dir(rows: &[Value]) -> TestDir {
+    let dir = TestDir::with_model("tiny-llama3");
+    dir.write("rows.jsonl", &rows.iter().map(|row| format!("{row}\n")).collect::<String>());
+    dir
 }
 
 fn pairs() -> [Value; 2] {
@@ -21,10 +21,10 @@ fn pairs() -> [Value; 2] {
 
 #[test]
 fn both_answers_are_shown_with_their_masks() {
-    let place = place(&pairs());
+    let dir = test_dir(&pairs());
     for kind in ["dpo", "orpo", "cpo", "simpo", "reward"] {
         let said =
-            place.said(&[&DATA[..], &["--rows", "1", "--set", &format!("objective.kind={kind}")]].concat());
+            dir.said(&[&DATA[..], &["--rows", "1", "--set", &format!("objective.kind={kind}")]].concat());
         let chosen = "row 1, chosen (margin 1.5), [DIR]/rows.jsonl:1: ";
         assert!(said.contains(chosen) && said.contains("2 + 2?\n⟦4<|eot_id|>⟧"), "{kind}: {said}");
         assert!(said.contains("row 1, rejected, [DIR]/rows.jsonl:1: "), "{kind}: {said}");
@@ -42,14 +42,14 @@ fn both_answers_are_shown_with_their_masks() {
 fn a_step_counts_pairs_without_packing() {
     let set =
         ["--set", "objective.kind=dpo", "--set", "data.packing=false", "--set", "train.micro_batch_size=2"];
-    let said = place(&pairs()).said(&[&DATA[..], &set].concat());
+    let said = test_dir(&pairs()).said(&[&DATA[..], &set].concat());
     assert!(said.contains("an epoch is one step of 2 pairs"), "{said}");
 }
 
 #[test]
 fn json_has_roles_and_margins() {
-    let place = place(&pairs());
-    let said = place.said(&[&DATA[..], &["--json", "--quiet", "--set", "objective.kind=dpo"]].concat());
+    let dir = test_dir(&pairs());
+    let said = dir.said(&[&DATA[..], &["--json", "--quiet", "--set", "objective.kind=dpo"]].concat());
     let shown: Value = serde_json::from_str(&said).unwrap();
     let of = |key: &str| -> Vec<Value> {
         shown["rows"].as_array().unwrap().iter().map(|row| row[key].clone()).collect()
@@ -65,7 +65,7 @@ fn labelled_answers_are_shown_with_a_mismatched_one() {
         json!({"prompt": "2 + 2?\n", "completion": "4", "label": true}),
         json!({"prompt": "3 + 3?\n", "completion": "five", "label": false}),
     ];
-    let said = place(&rows).said(&[&DATA[..], &["--set", "objective.kind=kto"]].concat());
+    let said = test_dir(&rows).said(&[&DATA[..], &["--set", "objective.kind=kto"]].concat());
     for (head, text) in [
         ("row 1, desirable, ", "2 + 2?\n⟦4<|eot_id|>⟧"),
         ("row 1, mismatched, ", "2 + 2?\n⟦five<|eot_id|>⟧"),
@@ -82,10 +82,10 @@ fn labelled_answers_are_shown_with_a_mismatched_one() {
 fn long_rows_are_counted() {
     let long = json!({"prompt": "word ".repeat(60), "chosen": "4", "rejected": "5"});
     let cut = json!({"prompt": "2 + 2?\n", "chosen": "4", "rejected": "five ".repeat(60)});
-    let place = place(&[long, cut, pairs()[1].clone()]);
+    let dir = test_dir(&[long, cut, pairs()[1].clone()]);
     let args = |kind: &str| {
         let set = format!("objective.kind={kind}");
-        place.said(&[&DATA[..], &["--set", &set, "--set", "data.max_seq_len=40"]].concat())
+        dir.said(&[&DATA[..], &["--set", &set, "--set", "data.max_seq_len=40"]].concat())
     };
     let dpo = args("dpo");
     assert!(
@@ -101,8 +101,8 @@ fn long_rows_are_counted() {
 
 #[test]
 fn rows_without_pairs_are_one_error() {
-    let place = place(&[json!({"prompt": "a", "completion": "b"})]);
-    let refused = place.refused(&[&DATA[..], &["--set", "objective.kind=dpo"]].concat());
+    let dir = test_dir(&[json!({"prompt": "a", "completion": "b"})]);
+    let refused = dir.refused(&[&DATA[..], &["--set", "objective.kind=dpo"]].concat());
     for part in [
         "cannot train on the prompt_completion rows of ",
         "`objective.kind` is \"dpo\", which compares two answers a row, `chosen` and `rejected`",
@@ -116,7 +116,7 @@ fn rows_without_pairs_are_one_error() {
 #[test]
 fn bad_pairs_are_listed() {
     let bad = json!({"prompt": "a\n", "chosen": "b", "rejected": null});
-    let said = place(&[pairs()[0].clone(), bad, pairs()[1].clone()])
+    let said = test_dir(&[pairs()[0].clone(), bad, pairs()[1].clone()])
         .said(&[&DATA[..], &["--set", "objective.kind=dpo"]].concat());
     assert!(said.contains("bad row") && said.contains("[DIR]/rows.jsonl:2: `chosen` is a string"), "{said}");
 }
@@ -126,9 +126,8 @@ fn bad_pairs_are_listed() {
 fn rows_of_the_recipes_load() {
     for kind in ["dpo", "kto", "orpo", "cpo", "simpo", "reward"] {
         let rows = if kind == "kto" { "builtin:labelled-train.jsonl" } else { "builtin:pairs-train.jsonl" };
-        let place = Place::with_model("tiny-llama3");
-        let said =
-            place.said(&["data", "--model", "builtin:quickstart", "--recipe", kind, "--dataset", rows]);
+        let dir = TestDir::with_model("tiny-llama3");
+        let said = dir.said(&["data", "--model", "builtin:quickstart", "--recipe", kind, "--dataset", rows]);
         let wanted = if kind == "kto" { "400 examples (" } else { "800 examples (400 chosen, 400 rejected)" };
         assert!(said.contains(wanted) && !said.contains("warning:"), "{kind}: {said}");
     }

@@ -7,7 +7,7 @@ use insta::assert_snapshot;
 use serde_json::Value;
 
 use crate::data::chats::texts;
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// A template of no model, whose generation prompt names the speaker.
 const OWN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}\
@@ -17,12 +17,12 @@ const CHAT: &str = r#"{"messages": [{"role": "system", "content": "Be kind."}, {
 
 /// Renders the chat with the template `name`, with ⟦ and ⟧ around trained text.
 fn rendered(name: &str) -> String {
-    let place = Place::new();
-    place.write("chat.jsonl", CHAT);
+    let dir = TestDir::new();
+    dir.write("chat.jsonl", CHAT);
     let set = format!("data.chat_template={name}");
     let args = ["data", "--tokens", "--model", "model", "--dataset", "chat.jsonl", "--set", &set];
-    let output = place.command(&args).output().unwrap();
-    let told = place.told(&[&output.stdout[..], &output.stderr].concat());
+    let output = dir.command(&args).output().unwrap();
+    let told = dir.told(&[&output.stdout[..], &output.stderr].concat());
     assert!(told.contains(&format!("chat template: `{name}`")), "{told}");
     texts(&output).remove(0)
 }
@@ -129,33 +129,33 @@ fn every_name_is_the_template_that_the_field_knows() {
 
 #[test]
 fn a_name_that_is_none_is_refused_with_the_names() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.chat_template=chatlm"];
-    assert_snapshot!(place.refused(&args), @r#"
+    assert_snapshot!(dir.refused(&args), @r#"
     error: cannot use these settings
       caused by: --set data.chat_template=chatlm: `data.chat_template` is "chatlm": cannot read [DIR]/chatlm: No such file or directory (os error 2); accepted: Jinja text, a file that holds it, a name (chatml, llama3, gemma, mistral, phi, qwen, alpaca, vicuna, zephyr)
     "#);
 }
 
 /// Returns the chat template of the folder `name`, which must hold it once.
-fn template_in(place: &Place, name: &str) -> String {
-    let config = std::fs::read_to_string(place.path(name).join("tokenizer_config.json")).unwrap();
+fn template_in(dir: &TestDir, name: &str) -> String {
+    let config = std::fs::read_to_string(dir.path(name).join("tokenizer_config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
     assert_eq!(config.get("chat_template"), None, "{name}");
-    assert!(place.path(name).join("tokenizer.json").is_file(), "{name}");
-    std::fs::read_to_string(place.path(name).join("chat_template.jinja")).unwrap()
+    assert!(dir.path(name).join("tokenizer.json").is_file(), "{name}");
+    std::fs::read_to_string(dir.path(name).join("chat_template.jinja")).unwrap()
 }
 
 /// Trains with [`OWN`] and saves a checkpoint.
-fn train(place: &Place, recipe: &str, output: &str) {
-    place.write("own.jinja", OWN);
+fn train(dir: &TestDir, recipe: &str, output: &str) {
+    dir.write("own.jinja", OWN);
     let mut args = lora(&["--set", "data.chat_template=own.jinja", "--set", "checkpoint.save_steps=2"]);
     args.iter_mut().for_each(|arg| match *arg {
         "lora" => *arg = recipe,
         "out" => *arg = output,
         _ => {}
     });
-    let told = place.said(&args);
+    let told = dir.said(&args);
     assert!(
         told.contains("has a chat template of its own, which is not used: they differ in line 1"),
         "{told}"
@@ -163,37 +163,37 @@ fn train(place: &Place, recipe: &str, output: &str) {
 }
 
 /// The loss of `finetune eval` with `more`.
-fn loss(place: &Place, more: &[&str]) -> f64 {
+fn loss(dir: &TestDir, more: &[&str]) -> f64 {
     let args = ["eval", "--dataset", "rows.jsonl", "--json", "--set", "data.max_seq_len=96"];
-    let output = place.command(&[&args[..], more].concat()).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let output = dir.command(&[&args[..], more].concat()).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
     let figures: Value = serde_json::from_slice(&output.stdout).unwrap();
     figures["loss"].as_f64().unwrap()
 }
 
 #[test]
 fn an_adapter_keeps_its_template_and_verbs_read_it() {
-    let place = Place::new();
-    train(&place, "lora", "out");
+    let dir = TestDir::new();
+    train(&dir, "lora", "out");
     for folder in ["out", "out/checkpoint-2"] {
-        assert_eq!(template_in(&place, folder), OWN);
+        assert_eq!(template_in(&dir, folder), OWN);
     }
     let adapter = ["--model", "model", "--adapter", "out"];
-    let own = loss(&place, &adapter);
+    let own = loss(&dir, &adapter);
     let given = [&adapter[..], &["--set", "data.chat_template=own.jinja"]].concat();
-    assert_eq!(loss(&place, &given), own);
+    assert_eq!(loss(&dir, &given), own);
     let other = [&["eval", "--dataset", "rows.jsonl"], &adapter[..], &["--set", "data.chat_template=zephyr"]];
-    assert_snapshot!(place.refused(&other.concat()), @r#"
+    assert_snapshot!(dir.refused(&other.concat()), @r#"
     error: `data.chat_template` is not the chat template that the adapter in [DIR]/out was trained with
       caused by: they differ in line 1: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_t" in its own, "{%- for message in messages -%}" in `zephyr`
     hint: remove `data.chat_template`: the adapter's own is used then
     "#);
     // A merged model and its GGUF file hold the template, and the loss is the same.
-    place.said(&["merge", "--model", "model", "--adapter", "out", "--output", "merged"]);
-    assert_eq!(template_in(&place, "merged"), OWN);
-    assert!((loss(&place, &["--model", "merged"]) - own).abs() < 1e-4);
-    place.said(&["export", "--model", "merged", "--format", "gguf", "--output", "m.gguf"]);
-    assert!(holds(&place.path("m.gguf"), OWN));
+    dir.said(&["merge", "--model", "model", "--adapter", "out", "--output", "merged"]);
+    assert_eq!(template_in(&dir, "merged"), OWN);
+    assert!((loss(&dir, &["--model", "merged"]) - own).abs() < 1e-4);
+    dir.said(&["export", "--model", "merged", "--format", "gguf", "--output", "m.gguf"]);
+    assert!(holds(&dir.path("m.gguf"), OWN));
     // A run that continues from the adapter uses the adapter's template.
     let go_on = ["--set", "adapter.path=out", "--output", "on"];
     let mut args = lora(&go_on);
@@ -203,8 +203,8 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
     let recipe = args.iter().position(|arg| *arg == "--recipe").unwrap();
     args.drain(recipe..recipe + 2);
     args.extend(["--set", "optimizer.learning_rate=1e-4"]);
-    place.said(&args);
-    assert_eq!(template_in(&place, "on"), OWN);
+    dir.said(&args);
+    assert_eq!(template_in(&dir, "on"), OWN);
 }
 
 /// Returns true if the file at `path` holds `text`.
@@ -214,51 +214,51 @@ fn holds(path: &Path, text: &str) -> bool {
 
 #[test]
 fn a_model_keeps_the_template_it_was_trained_with() {
-    let place = Place::new();
-    train(&place, "full", "out");
-    assert_eq!(template_in(&place, "out"), OWN);
-    let answer = place.said(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
+    let dir = TestDir::new();
+    train(&dir, "full", "out");
+    assert_eq!(template_in(&dir, "out"), OWN);
+    let answer = dir.said(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
     assert!(!answer.contains("warning"), "{answer}");
     // Without a configured template, the model's own one stays.
     let plain = lora(&[]);
     let plain: Vec<&str> = plain.into_iter().map(|arg| if arg == "out" { "plain" } else { arg }).collect();
-    place.said(&plain);
-    let config = |folder: &str| std::fs::read(place.path(folder).join("tokenizer_config.json")).unwrap();
+    dir.said(&plain);
+    let config = |folder: &str| std::fs::read(dir.path(folder).join("tokenizer_config.json")).unwrap();
     assert_eq!(config("plain"), config("model"));
-    assert!(!place.path("plain/chat_template.jinja").exists());
+    assert!(!dir.path("plain/chat_template.jinja").exists());
 }
 
 #[test]
 fn further_templates_of_the_tokenizer_do_not_outlive_the_one_that_is_used() {
-    let place = Place::with_model("tiny-qwen3");
-    std::fs::create_dir(place.path("model/additional_chat_templates")).unwrap();
-    place.write("model/additional_chat_templates/tool_use.jinja", "{{ tools }}");
-    train(&place, "lora", "out");
-    assert_eq!(template_in(&place, "out"), OWN);
-    assert!(!place.path("out/additional_chat_templates").exists());
+    let dir = TestDir::with_model("tiny-qwen3");
+    std::fs::create_dir(dir.path("model/additional_chat_templates")).unwrap();
+    dir.write("model/additional_chat_templates/tool_use.jinja", "{{ tools }}");
+    train(&dir, "lora", "out");
+    assert_eq!(template_in(&dir, "out"), OWN);
+    assert!(!dir.path("out/additional_chat_templates").exists());
 }
 
 #[test]
 fn markers_of_several_tokens_are_named() {
-    let place = Place::new();
-    place.write("chat.jsonl", CHAT);
+    let dir = TestDir::new();
+    dir.write("chat.jsonl", CHAT);
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
     let sets = ["--set", "data.chat_template=phi"];
     let warning = "`model.new_tokens = [\"<|assistant|>\", \"<|end|>\"]` to make each one token";
-    let told = place.said(&[&data[..], &sets].concat());
+    let told = dir.said(&[&data[..], &sets].concat());
     assert!(told.contains("warning: markers of the chat template are several tokens here"), "{told}");
     assert!(told.contains(warning), "{told}");
     let new = ["--set", r#"model.new_tokens=["<|assistant|>", "<|end|>"]"#];
-    let told = place.said(&[&data[..], &sets, &new].concat());
+    let told = dir.said(&[&data[..], &sets, &new].concat());
     assert!(!told.contains("several tokens"), "{told}");
 }
 
 #[test]
 fn answers_that_lose_their_end_are_counted() {
-    let place = Place::new();
-    place.write("chat.jsonl", CHAT);
+    let dir = TestDir::new();
+    dir.write("chat.jsonl", CHAT);
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
-    let told = place.said(&[&data[..], &["--set", "data.max_seq_len=58"]].concat());
+    let told = dir.said(&[&data[..], &["--set", "data.max_seq_len=58"]].concat());
     assert!(
         told.contains("1 row cut to data.max_seq_len, within the answer, whose end is not trained"),
         "{told}"
@@ -267,26 +267,26 @@ fn answers_that_lose_their_end_are_counted() {
 
 #[test]
 fn a_tokenizer_without_an_eos_is_a_warning() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for name in ["tokenizer_config.json", "special_tokens_map.json"] {
-        let path = place.path("model").join(name);
+        let path = dir.path("model").join(name);
         let text = std::fs::read_to_string(&path).unwrap();
         let mut object: serde_json::Map<String, Value> = serde_json::from_str(&text).unwrap();
         object.remove("eos_token");
         std::fs::write(&path, Value::Object(object).to_string()).unwrap();
     }
-    place.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
-    let told = place.said(&["data", "--model", "model", "--dataset", "pairs.jsonl"]);
+    dir.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
+    let told = dir.said(&["data", "--model", "model", "--dataset", "pairs.jsonl"]);
     assert!(told.contains("names no EOS token: rows end without one"), "{told}");
 }
 
 #[test]
 fn an_end_that_cannot_be_learned_is_named_with_the_way_out() {
-    let place = Place::new();
-    place.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
-    untrain(&place);
+    let dir = TestDir::new();
+    dir.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
+    untrain(&dir);
     let args = ["--dry-run", "--model", "model", "--recipe", "lora", "--dataset", "pairs.jsonl", "--set"];
-    let told = place.said(&[&args[..], &["train.max_steps=20"]].concat());
+    let told = dir.said(&[&args[..], &["train.max_steps=20"]].concat());
     assert!(
         told.contains("which this run cannot learn to write: the output layer has the same row for 20 other"),
         "{told}"
@@ -296,15 +296,15 @@ fn an_end_that_cannot_be_learned_is_named_with_the_way_out() {
         "{told}"
     );
     let new = [&args[..], &["train.max_steps=20", "--set", r#"model.new_tokens=["<|im_end|>"]"#]].concat();
-    let told = place.said(&new);
+    let told = dir.said(&new);
     assert!(!told.contains("cannot learn"), "{told}");
-    let told = place.said(&[&args[..], &[r#"adapter.modules_to_save=["lm_head"]"#]].concat());
+    let told = dir.said(&[&args[..], &[r#"adapter.modules_to_save=["lm_head"]"#]].concat());
     assert!(!told.contains("cannot learn"), "{told}");
 }
 
 /// Gives 20 other tokens the EOS token's row of the output layer.
-fn untrain(place: &Place) {
-    let path = place.path("model/model.safetensors");
+fn untrain(dir: &TestDir) {
+    let path = dir.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let names: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();

@@ -3,21 +3,21 @@
 
 use serde_json::Value;
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 #[test]
 fn two_runs_see_the_same_tokens() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let run = |output: &str| {
         let args: Vec<_> = lora(&[]).into_iter().map(|arg| if arg == "out" { output } else { arg }).collect();
-        let done = place.command(&args).output().unwrap();
-        let said = place.told(&done.stderr);
+        let done = dir.command(&args).output().unwrap();
+        let said = dir.told(&done.stderr);
         assert!(done.status.success(), "{said}");
-        (std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap(), said)
+        (std::fs::read(dir.path(output).join("adapter_model.safetensors")).unwrap(), said)
     };
     let (plain, said) = run("plain");
     assert!(!said.contains("dropout"), "{said}");
-    let path = place.path("model/tokenizer.json");
+    let path = dir.path("model/tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     assert_eq!(tokenizer["model"]["type"], "BPE");
     tokenizer["model"]["dropout"] = 0.5.into();
@@ -30,6 +30,6 @@ fn two_runs_see_the_same_tokens() {
         assert!(said.contains(warning), "{said}");
     }
     let data = ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--rows", "1"];
-    let said = place.command(&data).output().unwrap();
-    assert!(place.told(&said.stderr).contains("`model.dropout`"));
+    let said = dir.command(&data).output().unwrap();
+    assert!(dir.told(&said.stderr).contains("`model.dropout`"));
 }

@@ -3,20 +3,20 @@
 use insta::assert_snapshot;
 
 use crate::data::chats::texts;
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 const CHAT: &str = r#"{"messages": [{"role": "system", "content": "Kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "No"}]}"#;
 const PAIR: &str = r#"{"prompt": "2 + 2? ", "completion": "4"}"#;
 
 /// Returns the row `row` with `value` as `data.train_on`, in one line.
 fn trained(row: &str, value: &str) -> String {
-    let place = Place::new();
-    place.write("row.jsonl", row);
+    let dir = TestDir::new();
+    dir.write("row.jsonl", row);
     let set = format!("data.train_on={value}");
     let args = ["data", "--tokens", "--model", "model", "--dataset", "row.jsonl", "--set", &set];
     let args = [&args[..], &["--set", "data.chat_template=chatml"]].concat();
-    let output = place.command(&args).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let output = dir.command(&args).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
     texts(&output)
         .remove(0)
         .replace("<|im_start|>", "<")
@@ -119,7 +119,7 @@ fn a_prompt_is_the_user_s_and_a_completion_the_assistant_s() {
 
 #[test]
 fn other_values_are_refused() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--set"];
     for (value, why) in [
         (r#"["bot"]"#, r#""bot" is not a role; accepted: system, developer, user, assistant, tool"#),
@@ -127,8 +127,8 @@ fn other_values_are_refused() {
         ("completion", r#"accepted: "assistant", "all", "last", a list of roles"#),
     ] {
         let set = format!("data.train_on={value}");
-        let output = place.command(&[&args[..], &[&set]].concat()).output().unwrap();
-        let told = place.told(&output.stderr);
+        let output = dir.command(&[&args[..], &[&set]].concat()).output().unwrap();
+        let told = dir.told(&output.stderr);
         assert!(output.status.code() == Some(1) && told.contains(why), "{told}");
     }
 }

@@ -3,16 +3,16 @@
 
 use serde_json::Value;
 
-use crate::place::Place;
 use crate::pseudo_terminal::PseudoTerminal;
+use crate::test_dir::TestDir;
 
 /// Two chats, one of them twice.
-fn place() -> Place {
-    let place = Place::new();
-    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+fn test_dir() -> TestDir {
+    let dir = TestDir::new();
+    let rows = std::fs::read_to_string(dir.path("rows.jsonl")).unwrap();
     let first = rows.lines().next().unwrap();
-    place.write("two.jsonl", &format!("{first}\n{}\n{first}\n", rows.lines().nth(1).unwrap()));
-    place
+    dir.write("two.jsonl", &format!("{first}\n{}\n{first}\n", rows.lines().nth(1).unwrap()));
+    dir
 }
 
 const DATA: [&str; 5] = ["data", "--model", "model", "--dataset", "two.jsonl"];
@@ -23,8 +23,8 @@ fn args<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn rows_are_text_with_marks() {
-    let place = place();
-    let said = place.said(&args(&["--rows", "1"]));
+    let dir = test_dir();
+    let said = dir.said(&args(&["--rows", "1"]));
     let row = "row 1, [DIR]/two.jsonl:1: 59 tokens, 8 trained\n<|im_start|>system\nYou are a rapid helper.<|im_end|>\n\
                <|im_start|>user\nCount to 4<|im_end|>\n<|im_start|>assistant\n⟦1 2 3 4<|im_end|>⟧\n\n3 rows in 1 file";
     assert!(said.starts_with(row) || said.contains(&row.replace("⟧\n", "⟧\n\n")), "{said}");
@@ -41,24 +41,24 @@ fn rows_are_text_with_marks() {
 
 #[test]
 fn tokens_are_a_table() {
-    let place = place();
-    let said = place.said(&args(&["--rows", "1", "--tokens"]));
+    let dir = test_dir();
+    let said = dir.said(&args(&["--rows", "1", "--tokens"]));
     assert!(said.contains("  train  <|im_end|>"), "{said}");
     assert!(said.contains("\n      0      478         <|im_start|>"), "{said}");
     assert!(!said.contains('⟦'), "{said}");
-    let refused = place.command(&args(&["--tokens", "--json"])).output().unwrap();
+    let refused = dir.command(&args(&["--tokens", "--json"])).output().unwrap();
     assert!(!refused.status.success());
 }
 
 /// Labels follow transformers: -100 for untrained tokens.
 #[test]
 fn json_has_ids_labels_and_figures() {
-    let place = place();
+    let dir = test_dir();
     let held = ["--set", "data.eval=[\"two.jsonl\"]", "--json", "--rows", "2", "--quiet"];
-    let output = place.command(&args(&held)).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
-    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let rows = found["rows"].as_array().unwrap();
+    let output = dir.command(&args(&held)).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
+    let page: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = page["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 2);
     let (ids, labels) = (rows[0]["input_ids"].as_array().unwrap(), rows[0]["labels"].as_array().unwrap());
     assert_eq!(ids.len(), labels.len());
@@ -72,36 +72,36 @@ fn json_has_ids_labels_and_figures() {
         .map(|piece| piece["text"].as_str().unwrap())
         .collect();
     assert_eq!(text, "1 2 3 4<|im_end|>");
-    assert_eq!(found["data"]["rows"], 3);
-    assert_eq!(found["figures"]["repeated"], 1);
-    assert_eq!(found["figures"]["tokens"]["max"], 64);
-    assert_eq!(found["held_out"]["rows_that_are_trained"], 3);
+    assert_eq!(page["data"]["rows"], 3);
+    assert_eq!(page["figures"]["repeated"], 1);
+    assert_eq!(page["figures"]["tokens"]["max"], 64);
+    assert_eq!(page["held_out"]["rows_that_are_trained"], 3);
 }
 
 #[test]
 fn a_page_of_rows_replaces_only_its_like() {
-    let place = place();
-    place.said(&args(&["--html", "rows.html"]));
-    let page = std::fs::read_to_string(place.path("rows.html")).unwrap();
+    let dir = test_dir();
+    dir.said(&args(&["--html", "rows.html"]));
+    let page = std::fs::read_to_string(dir.path("rows.html")).unwrap();
     assert!(page.contains("<mark>1 2 3 4&lt;|im_end|&gt;"), "{page}");
     assert!(!page.contains("<script"), "{page}");
-    place.said(&args(&["--html", "rows.html", "--rows", "1"]));
-    assert!(std::fs::read_to_string(place.path("rows.html")).unwrap().len() < page.len());
-    place.write("mine.html", "<p>mine</p>");
-    let refused = place.refused(&args(&["--html", "mine.html"]));
+    dir.said(&args(&["--html", "rows.html", "--rows", "1"]));
+    assert!(std::fs::read_to_string(dir.path("rows.html")).unwrap().len() < page.len());
+    dir.write("mine.html", "<p>mine</p>");
+    let refused = dir.refused(&args(&["--html", "mine.html"]));
     assert!(
         refused.contains("a file of that name exists, and it is not a page of `finetune data`"),
         "{refused}"
     );
-    assert_eq!(std::fs::read_to_string(place.path("mine.html")).unwrap(), "<p>mine</p>");
+    assert_eq!(std::fs::read_to_string(dir.path("mine.html")).unwrap(), "<p>mine</p>");
 }
 
 /// Colours appear on a terminal only, beside the marks.
 #[test]
 fn marks_are_green_on_a_terminal() {
-    let place = place();
+    let dir = test_dir();
     let terminal = PseudoTerminal::open();
-    let mut command = place.command(&args(&["--rows", "1"]));
+    let mut command = dir.command(&args(&["--rows", "1"]));
     command.stdout(terminal.stdout());
     let mut child = terminal.start(command);
     assert!(terminal.end_of(&mut child).success());

@@ -3,15 +3,15 @@
 
 use std::path::Path;
 
-use crate::place::{Place, copy_folder, flip, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, flip, golden, lora};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 
 /// Runs a command that must fail; returns its exit code and all its output.
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).arg("--quiet").output().unwrap();
-    let said = place.told(&output.stderr);
+fn refused(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(args).arg("--quiet").output().unwrap();
+    let said = dir.told(&output.stderr);
     let code = output.status.code().expect("ended by itself");
     assert_ne!(code, 0, "{said}");
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "one error: {said}");
@@ -21,17 +21,17 @@ fn refused(place: &Place, args: &[&str]) -> String {
 }
 
 /// A training run that must fail before its first step, and so leaves no output folder.
-fn no_run(place: &Place, more: &[&str]) -> String {
-    let text = refused(place, &lora(more));
-    assert!(!place.path("out").exists(), "an output folder after: {text}");
+fn no_run(dir: &TestDir, more: &[&str]) -> String {
+    let text = refused(dir, &lora(more));
+    assert!(!dir.path("out").exists(), "an output folder after: {text}");
     text
 }
 
 /// Like [`no_run`], over `rows`.
 fn no_run_on(rows: &str) -> String {
-    let place = Place::new();
-    place.write("rows.jsonl", rows);
-    no_run(&place, &[])
+    let dir = TestDir::new();
+    dir.write("rows.jsonl", rows);
+    no_run(&dir, &[])
 }
 
 fn change_json(path: &Path, change: impl FnOnce(&mut Value)) {
@@ -42,17 +42,17 @@ fn change_json(path: &Path, change: impl FnOnce(&mut Value)) {
 
 /// A run on tiny-llama with one changed key in config.json.
 fn no_run_with_config(key: &str, value: Value) -> String {
-    let place = Place::new();
-    change_json(&place.path("model/config.json"), |config| config[key] = value);
-    no_run(&place, &[])
+    let dir = TestDir::new();
+    change_json(&dir.path("model/config.json"), |config| config[key] = value);
+    no_run(&dir, &[])
 }
 
 /// A table of per-layer inputs has a row for each token, and the keys of E2B fit one another.
 #[test]
 fn gemma4_e2b_takes_no_new_tokens_and_no_other_keys() {
-    let place = Place::new();
-    copy_folder(&golden("families/models/tiny-gemma4-e2b"), &place.path("model"));
-    assert_snapshot!(no_run(&place, &["--set", "model.new_tokens=[\"<tool>\"]"]), @"
+    let dir = TestDir::new();
+    copy_folder(&golden("families/models/tiny-gemma4-e2b"), &dir.path("model"));
+    assert_snapshot!(no_run(&dir, &["--set", "model.new_tokens=[\"<tool>\"]"]), @"
     exit 1
     error: cannot use 385 tokens with this model
       caused by: it has per-layer inputs, whose table has rows for its own 384 tokens; finetune adds none
@@ -62,9 +62,9 @@ fn gemma4_e2b_takes_no_new_tokens_and_no_other_keys() {
         ("num_kv_shared_layers", 6, "`num_kv_shared_layers` is 6"),
         ("vocab_size_per_layer_input", 380, "`vocab_size_per_layer_input` is 380"),
     ] {
-        copy_folder(&golden("families/models/tiny-gemma4-e2b"), &place.path("model"));
-        change_json(&place.path("model/config.json"), |config| config[key] = json!(value));
-        let said = no_run(&place, &[]);
+        copy_folder(&golden("families/models/tiny-gemma4-e2b"), &dir.path("model"));
+        change_json(&dir.path("model/config.json"), |config| config[key] = json!(value));
+        let said = no_run(&dir, &[]);
         assert!(said.contains(cause) && said.contains("accepted: "), "{said}");
     }
 }
@@ -96,18 +96,18 @@ fn no_run_with_tensors(change: impl FnOnce(&mut Vec<Tensor>)) -> String {
 }
 
 fn no_run_with_tensors_and(more: &[&str], change: impl FnOnce(&mut Vec<Tensor>)) -> String {
-    let place = Place::new();
-    change_tensors(&place.path("model/model.safetensors"), change);
-    no_run(&place, more)
+    let dir = TestDir::new();
+    change_tensors(&dir.path("model/model.safetensors"), change);
+    no_run(&dir, more)
 }
 
 // Recipes and flags.
 
 #[test]
 fn an_unknown_key() {
-    let place = Place::new();
-    place.write("my.toml", "[adapter]\nr = 8\nlora_aplha = 16\n\n[optimizer]\nlearning_rate = 1e-4\n");
-    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @"
+    let dir = TestDir::new();
+    dir.write("my.toml", "[adapter]\nr = 8\nlora_aplha = 16\n\n[optimizer]\nlearning_rate = 1e-4\n");
+    assert_snapshot!(refused(&dir, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @"
     exit 1
     error: cannot use recipe my.toml
       caused by: my.toml:3:1: unknown key `adapter.lora_aplha`; nearest: `adapter.lora_alpha`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
@@ -117,12 +117,12 @@ fn an_unknown_key() {
 
 #[test]
 fn values_of_the_wrong_type() {
-    let place = Place::new();
-    place.write(
+    let dir = TestDir::new();
+    dir.write(
         "my.toml",
         "[adapter]\nr = \"8\"\n\n[optimizer]\nlearning_rate = -1\n\n[train]\nrecompute = \"yes\"\n",
     );
-    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
+    assert_snapshot!(refused(&dir, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
     exit 1
     error: cannot use recipe my.toml
       caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number from 1 to 65536
@@ -134,8 +134,8 @@ fn values_of_the_wrong_type() {
 
 #[test]
 fn a_recipe_that_is_not_there() {
-    let place = Place::new();
-    assert_snapshot!(refused(&place, &["--recipe", "lorra"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(refused(&dir, &["--recipe", "lorra"]), @"
     exit 1
     error: cannot find recipe `lorra`
       caused by: no such file
@@ -143,7 +143,7 @@ fn a_recipe_that_is_not_there() {
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, reward, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
-    assert_snapshot!(refused(&place, &["--recipe", "mine/my.toml"]), @"
+    assert_snapshot!(refused(&dir, &["--recipe", "mine/my.toml"]), @"
     exit 1
     error: cannot find recipe `mine/my.toml`
       caused by: no such file
@@ -155,9 +155,9 @@ fn a_recipe_that_is_not_there() {
 
 #[test]
 fn a_recipe_that_is_not_toml() {
-    let place = Place::new();
-    place.write("my.toml", "[adapter]\nr = = 8\n");
-    assert_snapshot!(refused(&place, &["--recipe", "my.toml"]), @"
+    let dir = TestDir::new();
+    dir.write("my.toml", "[adapter]\nr = = 8\n");
+    assert_snapshot!(refused(&dir, &["--recipe", "my.toml"]), @"
     exit 1
     error: cannot use recipe my.toml
       caused by: my.toml:2:5: not TOML: extra `=`, expected nothing
@@ -167,8 +167,8 @@ fn a_recipe_that_is_not_toml() {
 
 #[test]
 fn no_learning_rate_and_no_data() {
-    let place = Place::new();
-    assert_snapshot!(refused(&place, &["--model", "model"]), @r#"
+    let dir = TestDir::new();
+    assert_snapshot!(refused(&dir, &["--model", "model"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: `data.train` is not set
@@ -180,29 +180,29 @@ fn no_learning_rate_and_no_data() {
 /// A new user's first command, without `--dataset`.
 #[test]
 fn the_one_flag_that_is_missing_is_shown_in_the_command() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let typed = ["--model", "meta-llama/Llama-2-7b", "--recipe", "qlora.toml", "--output", "my run"];
-    assert_snapshot!(refused(&place, &typed), @r#"
+    assert_snapshot!(refused(&dir, &typed), @r#"
     exit 1
     error: cannot use recipe qlora (built in)
       caused by: `data.train` is not set
     hint: add what is missing: `finetune --model meta-llama/Llama-2-7b --recipe qlora.toml --output 'my run' --quiet --dataset rows.jsonl`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     "#);
     // The suggested command works, and its example row is valid.
-    place.write(
+    dir.write(
         "rows.jsonl",
         r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#,
     );
     let typed =
         ["--model", "model", "--recipe", "qlora.toml", "--output", "my run", "--dataset", "rows.jsonl"];
-    let done = place.command(&typed).arg("--dry-run").output().unwrap();
-    assert!(done.status.success(), "{}", place.told(&done.stderr));
+    let done = dir.command(&typed).arg("--dry-run").output().unwrap();
+    assert!(done.status.success(), "{}", dir.told(&done.stderr));
 }
 
 #[test]
 fn ranks_and_strategies_that_do_not_fit() {
-    let place = Place::new();
-    let ranks = |set: &str| no_run(&place, &["--ranks", "3", "--set", set]);
+    let dir = TestDir::new();
+    let ranks = |set: &str| no_run(&dir, &["--ranks", "3", "--set", set]);
     assert_snapshot!(ranks("parallel.strategy=single"), @r#"
     exit 1
     error: cannot use `parallel.strategy = "single"`
@@ -222,13 +222,13 @@ fn ranks_and_strategies_that_do_not_fit() {
     hint: write `offload = "params"`, or remove `offload_folder`
     "#);
     let nowhere = ["--set", "parallel.offload=params", "--set", "parallel.offload_folder=./nowhere"];
-    assert_snapshot!(no_run(&place, &nowhere), @r#"
+    assert_snapshot!(no_run(&dir, &nowhere), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set parallel.offload_folder=./nowhere: `parallel.offload_folder` is "./nowhere": [DIR]/nowhere is not a folder
     "#);
     let hsdp = ["--ranks", "3", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=2"];
-    assert_snapshot!(no_run(&place, &hsdp), @r#"
+    assert_snapshot!(no_run(&dir, &hsdp), @r#"
     exit 1
     error: cannot divide the ranks into groups for `parallel.strategy = "hsdp"`
       caused by: `parallel.shard_size` is 2
@@ -236,7 +236,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     hint: give a divisor of the number of ranks as `parallel.shard_size`
     "#);
     let bench = ["bench", "scaling", "--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora"];
-    assert_snapshot!(refused(&place, &[&bench[..], &["--gpus", "0,1", "--ranks", "1,4"]].concat()), @"
+    assert_snapshot!(refused(&dir, &[&bench[..], &["--gpus", "0,1", "--ranks", "1,4"]].concat()), @"
     exit 1
     error: cannot measure 4 ranks
       caused by: `--gpus` names 2; each rank needs one of its own
@@ -245,14 +245,14 @@ fn ranks_and_strategies_that_do_not_fit() {
     if finetune::collective::CONNECTS_PROCESSES {
         return;
     }
-    assert_snapshot!(no_run(&place, &["--world-size", "2", "--rank", "0", "--master-addr", "127.0.0.1"]), @"
+    assert_snapshot!(no_run(&dir, &["--world-size", "2", "--rank", "0", "--master-addr", "127.0.0.1"]), @"
     exit 1
     error: cannot train over several processes
       caused by: the world size is 2, from --world-size and --rank
       caused by: this binary was built without MPI, which CPU ranks in several processes need
     hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun
     ");
-    assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
     error: cannot use `parallel.strategy = "fsdp"`
       caused by: the run has one rank; accepted with one: auto, single
@@ -262,10 +262,10 @@ fn ranks_and_strategies_that_do_not_fit() {
 
 #[test]
 fn quantized_bases() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let full = |more: &[&str]| {
         let line = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
-        refused(&place, &[&line, more].concat())
+        refused(&dir, &[&line, more].concat())
     };
     assert_snapshot!(full(&["--set", "quantization.kind=nf4"]), @"
     exit 1
@@ -273,7 +273,7 @@ fn quantized_bases() {
       caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
     hint: add `[adapter]` to train an adapter on it, or remove `[quantization]`
     ");
-    assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"
+    assert_snapshot!(no_run(&dir, &["--set", "quantization.block_size=48"]), @"
     exit 1
     error: cannot use these settings
       caused by: --set quantization.block_size=48: `quantization.block_size` is 48; accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096
@@ -283,7 +283,7 @@ fn quantized_bases() {
     for name in ["config.json", "model.safetensors"] {
         let from =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4").join(name);
-        std::fs::copy(from, place.path("model").join(name)).unwrap();
+        std::fs::copy(from, dir.path("model").join(name)).unwrap();
     }
     assert_snapshot!(full(&[]), @"
     exit 1
@@ -291,13 +291,13 @@ fn quantized_bases() {
       caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
     hint: add `[adapter]` to train an adapter on it, or give the unquantized model
     ");
-    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"
+    assert_snapshot!(no_run(&dir, &["--set", "quantization.kind=fp4"]), @"
     exit 1
     error: cannot quantize [DIR]/model
       caused by: it is quantized already, to nf4 in blocks of 64 with double-quantized scales; `[quantization]` asks for fp4 in blocks of 64 with double-quantized scales
     hint: remove `[quantization]` to use the checkpoint as it is, or give the unquantized model
     ");
-    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.init=pissa"]), @r#"
     exit 1
     error: cannot start the adapter from this model's weights
       caused by: `adapter.init` is "pissa" or "loftq", which factor the weights before they are quantized; the model is stored in nf4 in blocks of 64 with double-quantized scales
@@ -307,22 +307,22 @@ fn quantized_bases() {
 
 #[test]
 fn adapters_that_cannot_be() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let dora = ["--set", "adapter.kind=dora", "--set", "adapter.target_modules=[\"q_proj\",\"lm_head\"]"];
-    assert_snapshot!(no_run(&place, &dora), @r#"
+    assert_snapshot!(no_run(&dir, &dora), @r#"
     exit 1
     error: `lm_head` cannot carry DoRA
       caused by: `adapter.kind` is "dora"; accepted with it: the linear layers of the blocks
     hint: write `kind = "lora"`, or train the table whole: name it in `adapter.modules_to_save`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
     exit 1
     warning: `adapter.r` is 100, above the smaller side of 14 of 14 layers that it adapts, such as model.layers.0.self_attn.k_proj (32): ranks above it add parameters and nothing that can be learned; write `adapter.r = 32` or less
     error: cannot factor a weight to initialize the adapter
       caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller dimension
     hint: lower `adapter.r`, or start with `init = "default"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"norm\"]"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.target_modules=[\"norm\"]"]), @r#"
     exit 1
     error: cannot choose the modules that get LoRA
       caused by: `target_modules` matches `model.norm`, a norm; accepted: linear layers, the embedding, the head
@@ -332,29 +332,29 @@ fn adapters_that_cannot_be() {
 
 #[test]
 fn bases_that_cannot_be_in_fp8() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let fp8 = ["--set", "train.base_products=fp8"];
-    assert_snapshot!(no_run(&place, &fp8), @"
+    assert_snapshot!(no_run(&dir, &fp8), @"
     exit 1
     error: cannot multiply the frozen weights in fp8 (`train.base_products`)
       caused by: the run computes in f32; accepted beside fp8: bf16
     hint: add `--set model.dtype=bf16`, or remove `base_products`
     ");
     let full = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
-    assert_snapshot!(refused(&place, &[&full[..], &fp8].concat()), @"
+    assert_snapshot!(refused(&dir, &[&full[..], &fp8].concat()), @"
     exit 1
     error: cannot use these settings
       caused by: --set train.base_products=fp8: `train.base_products` has no effect without [adapter]: weights that train are not multiplied in fp8
     hint: add `[adapter]`, or remove `base_products`
     ");
     let copy = ["--set", "quantization.kind=nf4", "--set", "quantization.bf16_copy=true"];
-    assert_snapshot!(no_run(&place, &[&fp8[..], &copy].concat()), @r#"
+    assert_snapshot!(no_run(&dir, &[&fp8[..], &copy].concat()), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set quantization.bf16_copy=true: `quantization.bf16_copy` has no effect with `train.base_products = "fp8"`, which keeps codes of fp8 instead
     hint: remove `bf16_copy`, or `base_products` under `[train]`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "train.base_products=fp4"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "train.base_products=fp4"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set train.base_products=fp4: `train.base_products` is "fp4"; accepted: "dtype", "fp8"
@@ -364,16 +364,16 @@ fn bases_that_cannot_be_in_fp8() {
 
 #[test]
 fn blocks_without_cuda_graphs() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let graphs = ["--set", "train.cuda_graphs=true"];
-    assert_snapshot!(no_run(&place, &[&graphs[..], &["--set", "adapter.kind=dora"]].concat()), @r#"
+    assert_snapshot!(no_run(&dir, &[&graphs[..], &["--set", "adapter.kind=dora"]].concat()), @r#"
     exit 1
     error: cannot launch the model's blocks as CUDA graphs (`train.cuda_graphs`)
       caused by: a graph holds finetune's kernels and products alone, and no kernel divides DoRA's magnitudes
     hint: write `kind = "lora"` under `[adapter]`, or remove `cuda_graphs`
     "#);
-    copy_folder(&golden("families/models/tiny-olmo2"), &place.path("model"));
-    assert_snapshot!(no_run(&place, &graphs), @"
+    copy_folder(&golden("families/models/tiny-olmo2"), &dir.path("model"));
+    assert_snapshot!(no_run(&dir, &graphs), @"
     exit 1
     error: cannot launch the model's blocks as CUDA graphs (`train.cuda_graphs`)
       caused by: a graph holds finetune's kernels and products alone, and every block of the model has other operations on tensors, such as experts, gates or norms of whole queries
@@ -397,7 +397,7 @@ fn weights_that_cannot_be_quantized() {
 
 #[test]
 fn training_in_f16() {
-    assert_snapshot!(no_run(&Place::new(), &["--set", "model.dtype=f16"]), @r#"
+    assert_snapshot!(no_run(&TestDir::new(), &["--set", "model.dtype=f16"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set model.dtype=f16: `model.dtype` is "f16"; accepted: "auto", "f32", "bf16"
@@ -407,15 +407,15 @@ fn training_in_f16() {
 
 #[test]
 fn gpus_that_are_not_there() {
-    let place = Place::new();
+    let dir = TestDir::new();
     if !cfg!(feature = "cuda") {
-        assert_snapshot!(no_run(&place, &["--gpus", "0"]), @"
+        assert_snapshot!(no_run(&dir, &["--gpus", "0"]), @"
         exit 1
         error: cannot use GPU 0
           caused by: this binary was built for the CPU only
         hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
         ");
-        assert_snapshot!(no_run(&place, &["--gpus", "2,3"]), @"
+        assert_snapshot!(no_run(&dir, &["--gpus", "2,3"]), @"
         exit 1
         error: cannot use GPU 2
           caused by: this binary was built for the CPU only
@@ -427,8 +427,8 @@ fn gpus_that_are_not_there() {
 /// Threads instead of processes need several GPUs to be threads of.
 #[test]
 fn threads_of_one_gpu() {
-    let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--gpus", "0", "--gpus-in-process"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(no_run(&dir, &["--gpus", "0", "--gpus-in-process"]), @"
     exit 2
     error: cannot use `--gpus-in-process` with one GPU
       caused by: one GPU has one process anyway; accepted: two or more in `--gpus`
@@ -443,26 +443,26 @@ fn ranks_in_processes_report_an_error_once() {
     if finetune::collective::CONNECTS_PROCESSES {
         return;
     }
-    let place = Place::new();
-    ["rank-0", "rank-1"].iter().for_each(|name| place.write(name, ""));
-    let mut command = place.command(&lora(&["--ranks", "2", "--quiet"]));
-    let done = command.env("FINETUNE_MPI_PROCESSES", place.path(".")).output().unwrap();
-    assert_snapshot!(place.told(&done.stderr), @"
+    let dir = TestDir::new();
+    ["rank-0", "rank-1"].iter().for_each(|name| dir.write(name, ""));
+    let mut command = dir.command(&lora(&["--ranks", "2", "--quiet"]));
+    let done = command.env("FINETUNE_MPI_PROCESSES", dir.path(".")).output().unwrap();
+    assert_snapshot!(dir.told(&done.stderr), @"
     error: cannot train over several processes
       caused by: the world size is 2, from --world-size and --rank
       caused by: this binary was built without MPI, which CPU ranks in several processes need
     hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun
     ");
     assert_eq!(done.status.code(), Some(1));
-    assert!(!place.path("out").exists());
+    assert!(!dir.path("out").exists());
 }
 
 // The model folder.
 
 #[test]
 fn a_model_folder_that_is_not_there() {
-    let place = Place::new();
-    assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(refused(&dir, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
     exit 1
     error: cannot use these settings
       caused by: --model: no such file or folder: [DIR]/modle
@@ -471,8 +471,8 @@ fn a_model_folder_that_is_not_there() {
 
 #[test]
 fn a_hub_id_that_is_not_cached_while_offline() {
-    let place = Place::new();
-    assert_snapshot!(refused(&place, &["--model", "org/name", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(refused(&dir, &["--model", "org/name", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
     exit 1
     error: model `org/name` is not in the cache, and this run is offline
       caused by: looked for revision `main` in [DIR]/hf/hub
@@ -482,9 +482,9 @@ fn a_hub_id_that_is_not_cached_while_offline() {
 
 #[test]
 fn no_config() {
-    let place = Place::new();
-    std::fs::remove_file(place.path("model/config.json")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::new();
+    std::fs::remove_file(dir.path("model/config.json")).unwrap();
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: folder `[DIR]/model` has no config.json
       caused by: a model is a config.json, a tokenizer and safetensors
@@ -494,9 +494,9 @@ fn no_config() {
 
 #[test]
 fn a_config_that_is_not_json() {
-    let place = Place::new();
-    place.write("model/config.json", "{\"model_type\": \"llama\",\n \"hidden_size\": 64,,}");
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::new();
+    dir.write("model/config.json", "{\"model_type\": \"llama\",\n \"hidden_size\": 64,,}");
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read [DIR]/model/config.json
       caused by: it is not JSON: key must be a string at line 2 column 20
@@ -506,11 +506,11 @@ fn a_config_that_is_not_json() {
 
 #[test]
 fn a_config_without_a_key_it_needs() {
-    let place = Place::new();
-    change_json(&place.path("model/config.json"), |config| {
+    let dir = TestDir::new();
+    change_json(&dir.path("model/config.json"), |config| {
         config.as_object_mut().unwrap().remove("hidden_size");
     });
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `hidden_size` is missing
@@ -573,18 +573,18 @@ fn features_of_a_config_that_are_not_supported() {
 
 #[test]
 fn weights_cut_short() {
-    let place = Place::new();
-    let path = place.path("model/model.safetensors");
+    let dir = TestDir::new();
+    let path = dir.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() - 1000]).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model.safetensors
       caused by: it is truncated: its tensors need 541952 bytes, the file has 540952
     hint: download or save the file again
     ");
     std::fs::write(&path, &bytes[..5]).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model.safetensors
       caused by: it has 5 bytes; a safetensors file has at least 8
@@ -594,13 +594,13 @@ fn weights_cut_short() {
 
 #[test]
 fn weights_with_a_damaged_header() {
-    let place = Place::new();
-    let path = place.path("model/model.safetensors");
+    let dir = TestDir::new();
+    let path = dir.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let mut damaged = bytes.clone();
     damaged[8..12].fill(b'x');
     std::fs::write(&path, &damaged).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model.safetensors
       caused by: its header does not start with `{` (not a safetensors file?)
@@ -609,7 +609,7 @@ fn weights_with_a_damaged_header() {
     damaged = bytes;
     damaged[..8].fill(0xff);
     std::fs::write(&path, &damaged).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model.safetensors
       caused by: its first 8 bytes give a header of 18446744073709551615 bytes; accepted: up to 100000000 (not a safetensors file?)
@@ -666,9 +666,9 @@ fn weights_that_are_whole_numbers() {
 
 #[test]
 fn a_missing_shard() {
-    let place = Place::with_model("tiny-mistral");
-    std::fs::remove_file(place.path("model/model-00002-of-00002.safetensors")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::with_model("tiny-mistral");
+    std::fs::remove_file(dir.path("model/model-00002-of-00002.safetensors")).unwrap();
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights in [DIR]/model
       caused by: model.safetensors.index.json puts tensor `lm_head.weight` in model-00002-of-00002.safetensors, which is missing
@@ -678,16 +678,16 @@ fn a_missing_shard() {
 
 #[test]
 fn an_index_that_leads_out_of_the_folder() {
-    let place = Place::with_model("tiny-mistral");
+    let dir = TestDir::with_model("tiny-mistral");
     std::fs::rename(
-        place.path("model/model-00002-of-00002.safetensors"),
-        place.path("model-00002-of-00002.safetensors"),
+        dir.path("model/model-00002-of-00002.safetensors"),
+        dir.path("model-00002-of-00002.safetensors"),
     )
     .unwrap();
-    let index = place.path("model/model.safetensors.index.json");
+    let index = dir.path("model/model.safetensors.index.json");
     let text = std::fs::read_to_string(&index).unwrap();
     std::fs::write(&index, text.replace("\"model-00002", "\"../model-00002")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read index [DIR]/model/model.safetensors.index.json
       caused by: tensor `lm_head.weight` is in `../model-00002-of-00002.safetensors`; accepted: a file name ending in .safetensors, in the same folder
@@ -697,9 +697,9 @@ fn an_index_that_leads_out_of_the_folder() {
 
 #[test]
 fn an_index_that_is_damaged() {
-    let place = Place::with_model("tiny-mistral");
-    place.write("model/model.safetensors.index.json", "{\"weight_map\": [");
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::with_model("tiny-mistral");
+    dir.write("model/model.safetensors.index.json", "{\"weight_map\": [");
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read index [DIR]/model/model.safetensors.index.json
       caused by: it is not valid: invalid type: sequence, expected an object from tensor names to file names at line 1 column 15
@@ -709,23 +709,23 @@ fn an_index_that_is_damaged() {
 
 #[test]
 fn weights_in_other_formats() {
-    let place = Place::new();
-    std::fs::remove_file(place.path("model/model.safetensors")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::new();
+    std::fs::remove_file(dir.path("model/model.safetensors")).unwrap();
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: folder `[DIR]/model` has no weights
       caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
     ");
-    place.write("model/model-q4_k_m.gguf", "GGUF");
-    assert_snapshot!(no_run(&place, &[]), @"
+    dir.write("model/model-q4_k_m.gguf", "GGUF");
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model-q4_k_m.gguf
       caused by: it has 4 bytes; a GGUF file has at least 24
     hint: download or save the file again
     ");
-    std::fs::remove_file(place.path("model/model-q4_k_m.gguf")).unwrap();
-    place.write("model/pytorch_model.bin", "PK");
-    assert_snapshot!(no_run(&place, &[]), @r#"
+    std::fs::remove_file(dir.path("model/model-q4_k_m.gguf")).unwrap();
+    dir.write("model/pytorch_model.bin", "PK");
+    assert_snapshot!(no_run(&dir, &[]), @r#"
     exit 1
     error: folder `[DIR]/model` holds only pickled weights (pytorch_model.bin)
       caused by: a pickle can run code when it is opened, so it is neither downloaded nor read
@@ -736,17 +736,17 @@ fn weights_in_other_formats() {
 
 #[test]
 fn no_tokenizer() {
-    let place = Place::new();
-    std::fs::remove_file(place.path("model/tokenizer.json")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::new();
+    std::fs::remove_file(dir.path("model/tokenizer.json")).unwrap();
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read the tokenizer of [DIR]/model
       caused by: it holds no tokenizer.json
       caused by: accepted: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, qwen.tiktoken
     hint: copy the tokenizer and tokenizer_config.json from the model this one was made from
     ");
-    place.write("model/tokenizer.json", "{\"version\": \"1.0\"}");
-    assert_snapshot!(no_run(&place, &[]), @"
+    dir.write("model/tokenizer.json", "{\"version\": \"1.0\"}");
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot read the tokenizer [DIR]/model/tokenizer.json
       caused by: it is not a tokenizer.json: Model missing. at line 1 column 18
@@ -756,16 +756,16 @@ fn no_tokenizer() {
 
 #[test]
 fn a_tokenizer_with_more_tokens_than_the_model() {
-    let place = Place::new();
-    change_json(&place.path("model/config.json"), |config| config["vocab_size"] = json!(400));
-    change_tensors(&place.path("model/model.safetensors"), |tensors| {
+    let dir = TestDir::new();
+    change_json(&dir.path("model/config.json"), |config| config["vocab_size"] = json!(400));
+    change_tensors(&dir.path("model/model.safetensors"), |tensors| {
         for name in ["model.embed_tokens.weight", "lm_head.weight"] {
             let (_, _, shape, data) = tensor(tensors, name);
             shape[0] = 400;
             data.truncate(400 * 64 * 4);
         }
     });
-    assert_snapshot!(no_run(&place, &[]), @r#"
+    assert_snapshot!(no_run(&dir, &[]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 80 of 80 rows of the data set
@@ -775,7 +775,7 @@ fn a_tokenizer_with_more_tokens_than_the_model() {
       caused by: and 77 more
     hint: give tokenizer files and weights of one and the same model
     "#);
-    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", "<|im_start|>"]), @r#"
+    assert_snapshot!(refused(&dir, &["generate", "--model", "model", "--prompt", "<|im_start|>"]), @r#"
     exit 1
     error: the prompt has a token that the model does not know
       caused by: token 478 ("<|im_start|>"); the model has the ids below 400
@@ -787,9 +787,9 @@ fn a_tokenizer_with_more_tokens_than_the_model() {
 
 #[test]
 fn a_data_file_that_is_not_there() {
-    let place = Place::new();
-    std::fs::remove_file(place.path("rows.jsonl")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @"
+    let dir = TestDir::new();
+    std::fs::remove_file(dir.path("rows.jsonl")).unwrap();
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot use these settings
       caused by: --dataset: no such file or folder: [DIR]/rows.jsonl
@@ -871,9 +871,9 @@ fn rows_of_no_known_format() {
 
 #[test]
 fn a_file_of_no_known_kind() {
-    let place = Place::new();
-    place.write("rows.xlsx", "PK");
-    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.xlsx", "--recipe", "lora"]), @r#"
+    let dir = TestDir::new();
+    dir.write("rows.xlsx", "PK");
+    assert_snapshot!(refused(&dir, &["--model", "model", "--dataset", "rows.xlsx", "--recipe", "lora"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.xlsx
       caused by: cannot read the data file [DIR]/rows.xlsx
@@ -885,18 +885,18 @@ fn a_file_of_no_known_kind() {
 
 #[test]
 fn chats_without_a_template() {
-    let place = Place::new();
-    change_json(&place.path("model/tokenizer_config.json"), |config| {
+    let dir = TestDir::new();
+    change_json(&dir.path("model/tokenizer_config.json"), |config| {
         config.as_object_mut().unwrap().remove("chat_template");
     });
-    assert_snapshot!(no_run(&place, &[]), @"
+    assert_snapshot!(no_run(&dir, &[]), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use messages rows with the tokenizer in [DIR]/model
       caused by: it has no chat template
     hint: write `data.chat_template`, Jinja text or the path of a file
     ");
-    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--chat"]), @"
+    assert_snapshot!(refused(&dir, &["generate", "--model", "model", "--chat"]), @"
     exit 1
     error: cannot chat with this model
       caused by: its tokenizer has no chat template
@@ -906,16 +906,16 @@ fn chats_without_a_template() {
 
 #[test]
 fn a_broken_chat_template() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let template = "data.chat_template=\"{% for m in messages %}{{ m.content }}\"";
-    assert_snapshot!(no_run(&place, &["--set", template]), @"
+    assert_snapshot!(no_run(&dir, &["--set", template]), @"
     exit 1
     error: cannot use `data.chat_template`
       caused by: cannot use the chat template `default`
       caused by: syntax error: unexpected end of input, expected end of block, on line 1 of the template
     ");
     let template = "data.chat_template=\"{{ messages[0].content.nothing.more }}\"";
-    assert_snapshot!(no_run(&place, &["--set", template]), @"
+    assert_snapshot!(no_run(&dir, &["--set", template]), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 80 of 80 rows of the data set
@@ -925,7 +925,7 @@ fn a_broken_chat_template() {
       caused by: and 77 more
     hint: mend the rows or the chat template (`data.chat_template` replaces the tokenizer's)
     ");
-    assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "data.chat_template=chat.jinja"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set data.chat_template=chat.jinja: `data.chat_template` is "chat.jinja": cannot read [DIR]/chat.jinja: No such file or directory (os error 2)
@@ -934,8 +934,8 @@ fn a_broken_chat_template() {
 
 #[test]
 fn rows_that_are_too_long() {
-    let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(no_run(&dir, &["--set", "data.max_seq_len=8"]), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: no row of the data set can be used
@@ -946,7 +946,7 @@ fn rows_that_are_too_long() {
       caused by: 80 rows left out: their answer begins after data.max_seq_len tokens
     hint: raise `data.max_seq_len`
     ");
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=stop"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=stop"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 80 of 80 rows of the data set
@@ -956,7 +956,7 @@ fn rows_that_are_too_long() {
       caused by: and 77 more
     hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"` or `"drop"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=drop"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=drop"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: no row of the data set can be used
@@ -967,7 +967,7 @@ fn rows_that_are_too_long() {
       caused by: 80 rows dropped for their length
     hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @r#"
+    assert_snapshot!(no_run(&dir, &["--set", "data.max_seq_len=1"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: "auto", a whole number from 2 to 16777216
@@ -979,24 +979,24 @@ fn rows_that_are_too_long() {
 
 #[test]
 fn an_adapter_for_another_model() {
-    let place = Place::with_model("tiny-qwen3");
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let dir = TestDir::with_model("tiny-qwen3");
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
     let args = ["generate", "--model", "model", "--adapter", "adapter", "--prompt", "a"];
-    assert_snapshot!(refused(&place, &args), @"
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot use adapter [DIR]/adapter with this model
       caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
     hint: give the model it was trained on as `--model`: tiny-llama
     ");
     let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"];
-    assert_snapshot!(refused(&place, &args), @"
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot use adapter [DIR]/adapter with this model
       caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
     hint: give the model it was trained on as `--model`: tiny-llama
     ");
-    assert!(!place.path("merged").exists());
-    assert_snapshot!(no_run(&place, &["--set", "adapter.path=adapter"]), @"
+    assert!(!dir.path("merged").exists());
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.path=adapter"]), @"
     exit 1
     error: cannot use adapter [DIR]/adapter with this model
       caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
@@ -1006,34 +1006,34 @@ fn an_adapter_for_another_model() {
 
 #[test]
 fn an_adapter_in_another_format() {
-    let place = Place::new();
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let dir = TestDir::new();
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
     let args = ["generate", "--model", "model", "--adapter", "adapter", "--prompt", "a"];
-    let weights = place.path("adapter/adapter_model.safetensors");
-    std::fs::rename(&weights, place.path("adapter/adapter_model.bin")).unwrap();
-    assert_snapshot!(refused(&place, &args), @r#"
+    let weights = dir.path("adapter/adapter_model.safetensors");
+    std::fs::rename(&weights, dir.path("adapter/adapter_model.bin")).unwrap();
+    assert_snapshot!(refused(&dir, &args), @r#"
     exit 1
     error: cannot read adapter [DIR]/adapter
       caused by: its weights are a pickle file (adapter_model.bin), which can run code when opened; accepted: adapter_model.safetensors
     hint: convert it once with Python: python -c "import torch; from safetensors.torch import save_file; save_file(torch.load('[DIR]/adapter/adapter_model.bin', weights_only=True), '[DIR]/adapter/adapter_model.safetensors')"
     "#);
-    std::fs::remove_file(place.path("adapter/adapter_model.bin")).unwrap();
-    assert_snapshot!(refused(&place, &args), @"
+    std::fs::remove_file(dir.path("adapter/adapter_model.bin")).unwrap();
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot read adapter [DIR]/adapter
       caused by: it has no adapter_model.safetensors
     hint: give the folder that holds adapter_config.json and adapter_model.safetensors
     ");
-    std::fs::remove_file(place.path("adapter/adapter_config.json")).unwrap();
-    assert_snapshot!(refused(&place, &args), @"
+    std::fs::remove_file(dir.path("adapter/adapter_config.json")).unwrap();
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot read adapter [DIR]/adapter
       caused by: it has no adapter_config.json
     hint: give the folder that holds adapter_config.json and adapter_model.safetensors
     ");
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    change_json(&place.path("adapter/adapter_config.json"), |config| config["lora_bias"] = true.into());
-    assert_snapshot!(refused(&place, &args), @"
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
+    change_json(&dir.path("adapter/adapter_config.json"), |config| config["lora_bias"] = true.into());
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot use [DIR]/adapter/adapter_config.json
       caused by: `lora_bias` is true, which is not supported; accepted: no such key, or its default
@@ -1042,19 +1042,19 @@ fn an_adapter_in_another_format() {
 
 #[test]
 fn targets_that_name_nothing() {
-    let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"q_proj\", \"query\"]"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.target_modules=[\"q_proj\", \"query\"]"]), @"
     exit 1
     error: cannot choose the modules that get LoRA
       caused by: `target_modules` has `query`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
     ");
-    assert_snapshot!(no_run(&place, &["--set", "adapter.modules_to_save=[\"lm_haed\"]"]), @"
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.modules_to_save=[\"lm_haed\"]"]), @"
     exit 1
     error: cannot choose the modules that get LoRA
       caused by: `modules_to_save` has `lm_haed`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
     hint: did you mean `lm_head`?
     ");
-    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[]"]), @"
+    assert_snapshot!(no_run(&dir, &["--set", "adapter.target_modules=[]"]), @"
     exit 1
     error: cannot use these settings
       caused by: --set adapter.target_modules=[]: `adapter.target_modules` is []: an empty list trains nothing
@@ -1065,31 +1065,31 @@ fn targets_that_name_nothing() {
 
 #[test]
 fn an_output_folder_that_is_not_empty() {
-    let place = Place::new();
-    std::fs::create_dir(place.path("out")).unwrap();
-    place.write("out/notes.txt", "mine");
-    assert_snapshot!(refused(&place, &lora(&[])), @"
+    let dir = TestDir::new();
+    std::fs::create_dir(dir.path("out")).unwrap();
+    dir.write("out/notes.txt", "mine");
+    assert_snapshot!(refused(&dir, &lora(&[])), @"
     exit 1
     error: cannot write to out
       caused by: the folder is not empty
     hint: give a new or empty folder with `--output`
     ");
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
     let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", "out"];
-    assert_snapshot!(refused(&place, &args), @"
+    assert_snapshot!(refused(&dir, &args), @"
     exit 1
     error: cannot write to out
       caused by: the folder is not empty
     hint: give a new or empty folder as `--output`
     ");
-    assert_eq!(std::fs::read_dir(place.path("out")).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(dir.path("out")).unwrap().count(), 1);
 }
 
 #[test]
 fn an_output_that_is_a_file() {
-    let place = Place::new();
-    place.write("out", "mine");
-    assert_snapshot!(refused(&place, &lora(&[])), @"
+    let dir = TestDir::new();
+    dir.write("out", "mine");
+    assert_snapshot!(refused(&dir, &lora(&[])), @"
     exit 1
     error: cannot write to out
       caused by: Not a directory (os error 20)
@@ -1098,29 +1098,29 @@ fn an_output_that_is_a_file() {
 }
 
 /// A run of 4 steps with a checkpoint after the second and the fourth.
-fn finished_run() -> Place {
-    let place = Place::new();
-    let output = place.command(&lora(&["--set", "checkpoint.save_steps=2"])).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
-    std::fs::remove_file(place.path("out/adapter_config.json")).unwrap();
-    place
+fn finished_run() -> TestDir {
+    let dir = TestDir::new();
+    let output = dir.command(&lora(&["--set", "checkpoint.save_steps=2"])).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
+    std::fs::remove_file(dir.path("out/adapter_config.json")).unwrap();
+    dir
 }
 
 #[test]
 fn resuming_as_a_different_run() {
-    let place = finished_run();
-    let again = refused(&place, &lora(&[]));
+    let dir = finished_run();
+    let again = refused(&dir, &lora(&[]));
     assert!(again.contains("or `--resume` to go on with the run in this one"), "{again}");
     let more = ["--resume", "--set", "optimizer.learning_rate=1e-3", "--set", "adapter.r=8"];
-    assert_snapshot!(refused(&place, &lora(&more)), @"
+    assert_snapshot!(refused(&dir, &lora(&more)), @"
     exit 1
     error: cannot resume out/checkpoint-4
       caused by: adapter.r: 16 in the checkpoint, 8 now
       caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
     hint: resume with the recipe, model and data of the first run, or start anew with another --output; add `--allow-change optimizer.learning_rate` to accept that change
     ");
-    place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
-    assert_snapshot!(refused(&place, &lora(&["--resume"])), @"
+    dir.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
+    assert_snapshot!(refused(&dir, &lora(&["--resume"])), @"
     exit 1
     error: cannot resume out/checkpoint-4
       caused by: the training rows differ from those of the checkpoint
@@ -1129,8 +1129,8 @@ fn resuming_as_a_different_run() {
     // The suggested command starts a run.
     let args = lora(&["--set", "adapter.path=out/checkpoint-4"]);
     let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { "more" } else { arg }).collect();
-    let output = place.command(&args).output().unwrap();
-    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let output = dir.command(&args).output().unwrap();
+    assert!(output.status.success(), "{}", dir.told(&output.stderr));
 }
 
 /// Replaces digests, which mean nothing to a reader of a snapshot.
@@ -1140,28 +1140,28 @@ fn filtered(text: String) -> String {
 
 #[test]
 fn a_damaged_checkpoint() {
-    let place = finished_run();
-    flip(&place.path("out/checkpoint-4/optimizer.safetensors"));
-    assert_snapshot!(filtered(refused(&place, &lora(&["--resume", "out/checkpoint-4"]))), @"
+    let dir = finished_run();
+    flip(&dir.path("out/checkpoint-4/optimizer.safetensors"));
+    assert_snapshot!(filtered(refused(&dir, &lora(&["--resume", "out/checkpoint-4"]))), @"
     exit 1
     error: cannot use checkpoint out/checkpoint-4
       caused by: optimizer.safetensors is not what was written: its digest differs
     hint: `--resume` without a folder takes the newest sound checkpoint of the output folder
     ");
     // finetune uses the newest sound checkpoint and names the damaged one.
-    let output = place.command(&lora(&["--resume", "--quiet"])).output().unwrap();
+    let output = dir.command(&lora(&["--resume", "--quiet"])).output().unwrap();
     assert!(output.status.success());
-    assert_snapshot!(filtered(place.told(&output.stderr)), @"
+    assert_snapshot!(filtered(dir.told(&output.stderr)), @"
     warning: out/checkpoint-4 is damaged: optimizer.safetensors is not what was written: its digest differs; skipped
     ");
 }
 
 #[test]
 fn only_damaged_checkpoints() {
-    let place = finished_run();
-    flip(&place.path("out/checkpoint-4/adapter_model.safetensors"));
-    std::fs::remove_file(place.path("out/checkpoint-2/trainer_state.json")).unwrap();
-    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
+    let dir = finished_run();
+    flip(&dir.path("out/checkpoint-4/adapter_model.safetensors"));
+    std::fs::remove_file(dir.path("out/checkpoint-2/trainer_state.json")).unwrap();
+    assert_snapshot!(filtered(refused(&dir, &lora(&["--resume"]))), @"
     exit 1
     error: cannot resume from out
       caused by: out/checkpoint-4 is damaged: adapter_model.safetensors is not what was written: its digest differs
@@ -1174,10 +1174,10 @@ fn only_damaged_checkpoints() {
 /// also with `--quiet`.
 #[test]
 fn resuming_from_a_folder_that_is_not_there() {
-    let place = Place::new();
-    let output = place.command(&lora(&["--resume", "elsewhere", "--quiet"])).output().unwrap();
+    let dir = TestDir::new();
+    let output = dir.command(&lora(&["--resume", "elsewhere", "--quiet"])).output().unwrap();
     assert!(output.status.success());
-    assert_snapshot!(place.told(&output.stderr), @"
+    assert_snapshot!(dir.told(&output.stderr), @"
     warning: no checkpoint in elsewhere: starting from the beginning
     ");
 }
@@ -1186,38 +1186,38 @@ fn resuming_from_a_folder_that_is_not_there() {
 
 #[test]
 fn weights_that_are_not_numbers() {
-    let place = Place::new();
-    change_tensors(&place.path("model/model.safetensors"), |tensors| {
+    let dir = TestDir::new();
+    change_tensors(&dir.path("model/model.safetensors"), |tensors| {
         let (_, _, _, data) = tensor(tensors, "model.layers.1.mlp.down_proj.weight");
         data[400..404].copy_from_slice(&f32::NAN.to_le_bytes());
     });
-    assert_snapshot!(refused(&place, &lora(&["--set", "checkpoint.save_steps=1"])), @"
+    assert_snapshot!(refused(&dir, &lora(&["--set", "checkpoint.save_steps=1"])), @"
     exit 4
     error: the numbers diverged at step 1
       caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
       caused by: this step updated nothing
     hint: the model's files contain this value, and no training option changes that: download the model again, or use another one
     ");
-    let left = |name: &str| place.path("out").join(name).exists();
+    let left = |name: &str| dir.path("out").join(name).exists();
     assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");
-    assert_eq!(std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap(), "");
-    std::fs::remove_dir_all(place.path("out")).unwrap();
-    assert_snapshot!(refused(&place, &lora(&["--eval-dataset", "rows.jsonl"])), @"
+    assert_eq!(std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap(), "");
+    std::fs::remove_dir_all(dir.path("out")).unwrap();
+    assert_snapshot!(refused(&dir, &lora(&["--eval-dataset", "rows.jsonl"])), @"
     exit 4
     error: cannot evaluate after step 0
       caused by: the evaluation loss is not finite
       caused by: the loss of row 1 is NaN or infinite
       caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
-    assert_snapshot!(refused(&place, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
+    assert_snapshot!(refused(&dir, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
     exit 4
     error: the evaluation loss is not finite
       caused by: the loss of rows 1 to 25 is NaN or infinite
       caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
-    let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
+    let output = dir.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));
-    assert_snapshot!(place.told(&output.stderr), @"
+    assert_snapshot!(dir.told(&output.stderr), @"
     error: the model's logits are NaN or infinite
     hint: a weight is NaN, infinite or too large for its dtype: download the model again, or train it again
     ");
@@ -1227,8 +1227,8 @@ fn weights_that_are_not_numbers() {
 
 #[test]
 fn nothing_to_continue() {
-    let place = Place::new();
-    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", ""]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(refused(&dir, &["generate", "--model", "model", "--prompt", ""]), @"
     exit 1
     error: cannot continue an empty prompt
       caused by: this tokenizer puts no token of its own before it
@@ -1238,20 +1238,20 @@ fn nothing_to_continue() {
 
 #[test]
 fn nothing_to_inspect() {
-    let place = Place::new();
-    std::fs::create_dir(place.path("empty")).unwrap();
-    assert_snapshot!(refused(&place, &["inspect", "empty"]), @"
+    let dir = TestDir::new();
+    std::fs::create_dir(dir.path("empty")).unwrap();
+    assert_snapshot!(refused(&dir, &["inspect", "empty"]), @"
     exit 1
     error: cannot read a model from [DIR]/empty
       caused by: it has neither model.safetensors nor model.safetensors.index.json
     hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
     ");
-    assert_snapshot!(refused(&place, &["inspect", "./nowhere"]), @"
+    assert_snapshot!(refused(&dir, &["inspect", "./nowhere"]), @"
     exit 1
     error: cannot use `./nowhere`
       caused by: no such file or folder: [DIR]/nowhere
     ");
-    assert_snapshot!(refused(&place, &["inspect", "rows.jsonl"]), @"
+    assert_snapshot!(refused(&dir, &["inspect", "rows.jsonl"]), @"
     exit 1
     error: cannot read weights [DIR]/rows.jsonl
       caused by: its first 8 bytes give a header of 7449362198107595387 bytes; accepted: up to 100000000 (not a safetensors file?)

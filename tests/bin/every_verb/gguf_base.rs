@@ -5,18 +5,18 @@
 use std::path::Path;
 
 use crate::logits::floats;
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 use finetune::weights::ModelFiles;
 use insta::assert_snapshot;
 use serde_json::Value;
 
 /// A folder with the GGUF file `model.gguf`, and without any other model.
-fn place(model: &str) -> Place {
-    let place = Place::new();
-    std::fs::remove_dir_all(place.path("model")).unwrap();
+fn test_dir(model: &str) -> TestDir {
+    let dir = TestDir::new();
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
     let file = golden("qbases/models").join(model).join("model.gguf");
-    std::fs::copy(file, place.path("model.gguf")).unwrap();
-    place
+    std::fs::copy(file, dir.path("model.gguf")).unwrap();
+    dir
 }
 
 fn json_of(path: &Path) -> Value {
@@ -33,15 +33,15 @@ fn run<'a>(model: &'a str, recipe: &'a str, output: &'a str, more: &[&'a str]) -
     args
 }
 
-fn losses(place: &Place, output: &str) -> Vec<f64> {
-    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+fn losses(dir: &TestDir, output: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(dir.path(output).join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     lines.filter_map(|line| line.get("loss").and_then(Value::as_f64)).collect()
 }
 
 #[test]
 fn inspect_describes_the_model_in_the_file() {
-    assert_snapshot!(place("tiny-gguf-q4_0").said(&["inspect", "model.gguf"]), @"
+    assert_snapshot!(test_dir("tiny-gguf-q4_0").said(&["inspect", "model.gguf"]), @"
     architecture  LlamaForCausalLM
     model_type    llama
     parameters    103K in 21 tensors, 96.2 KiB
@@ -64,9 +64,9 @@ fn inspect_describes_the_model_in_the_file() {
 /// shards, of all weights. The folder opens again, and a merged model too.
 #[test]
 fn runs_equal_those_on_the_plain_folder() {
-    let place = place("tiny-gguf-q4_0");
-    place.said(&["export", "--model", "model.gguf", "--format", "hf", "--type", "f32", "--output", "plain"]);
-    let config = json_of(&place.path("plain/config.json"));
+    let dir = test_dir("tiny-gguf-q4_0");
+    dir.said(&["export", "--model", "model.gguf", "--format", "hf", "--type", "f32", "--output", "plain"]);
+    let config = json_of(&dir.path("plain/config.json"));
     assert_eq!((&config["model_type"], &config["torch_dtype"]), (&"llama".into(), &"float32".into()));
     let cases: [(&str, &str, &[&str]); 4] = [
         ("lora", "lora", &[]),
@@ -76,58 +76,57 @@ fn runs_equal_those_on_the_plain_folder() {
     ];
     for (name, recipe, more) in cases {
         for model in ["model.gguf", "plain"] {
-            place.said(&run(model, recipe, &format!("{name}-{model}"), more));
+            dir.said(&run(model, recipe, &format!("{name}-{model}"), more));
         }
-        let ours = losses(&place, &format!("{name}-model.gguf"));
-        assert_eq!(ours, losses(&place, &format!("{name}-plain")), "{name}");
+        let ours = losses(&dir, &format!("{name}-model.gguf"));
+        assert_eq!(ours, losses(&dir, &format!("{name}-plain")), "{name}");
         assert_eq!(ours.len(), 4);
     }
     for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
-        assert!(place.path("full-model.gguf").join(file).exists(), "{file}");
+        assert!(dir.path("full-model.gguf").join(file).exists(), "{file}");
     }
-    let base = json_of(&place.path("lora-model.gguf/adapter_config.json"));
+    let base = json_of(&dir.path("lora-model.gguf/adapter_config.json"));
     let base = base["base_model_name_or_path"].as_str().unwrap();
     assert!(base.ends_with("model.gguf") && !base.contains("cache"), "{base}");
     // The adapter names its base.
     let adapter = ["--adapter", "lora-model.gguf"];
-    place.said(&[&["eval"][..], &adapter, &["--dataset", "rows.jsonl"]].concat());
+    dir.said(&[&["eval"][..], &adapter, &["--dataset", "rows.jsonl"]].concat());
     let merge = ["merge", "--model", "model.gguf", "--adapter", "lora-model.gguf", "--output", "merged"];
-    place.said(&[&merge[..], &["--dtype", "f32"]].concat());
+    dir.said(&[&merge[..], &["--dtype", "f32"]].concat());
     let wanted = ["merge", "--model", "plain", "--adapter", "lora-plain", "--output", "wanted"];
-    place.said(&wanted);
-    let [merged, wanted] = ["merged", "wanted"].map(|folder| ModelFiles::open(&place.path(folder)).unwrap());
+    dir.said(&wanted);
+    let [merged, wanted] = ["merged", "wanted"].map(|folder| ModelFiles::open(&dir.path(folder)).unwrap());
     assert!(merged.names().eq(wanted.names()));
     assert!(merged.names().all(|name| floats(&merged, name) == floats(&wanted, name)));
-    place.said(&["export", "--model", "merged", "--format", "gguf", "--output", "again.gguf"]);
-    place.said(&["generate", "--model", "again.gguf", "--prompt", "Hello", "--max-new-tokens", "2"]);
+    dir.said(&["export", "--model", "merged", "--format", "gguf", "--output", "again.gguf"]);
+    dir.said(&["generate", "--model", "again.gguf", "--prompt", "Hello", "--max-new-tokens", "2"]);
 }
 
 /// llama.cpp's converter writes the tensors of longrope without a key for the kind.
 #[test]
 fn longrope_needs_no_key() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let model = golden("families/models/tiny-phi4-mini");
     let model = model.to_str().unwrap();
-    place.said(&["export", "--model", model, "--format", "gguf", "--output", "named.gguf"]);
+    dir.said(&["export", "--model", model, "--format", "gguf", "--output", "named.gguf"]);
     let key = b"phi3.rope.scaling.type";
-    let mut bytes = std::fs::read(place.path("named.gguf")).unwrap();
-    let at = bytes.windows(key.len()).position(|found| found == key).unwrap();
+    let mut bytes = std::fs::read(dir.path("named.gguf")).unwrap();
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap();
     bytes[at..at + key.len()].copy_from_slice(b"general.source.license");
-    std::fs::write(place.path("unnamed.gguf"), bytes).unwrap();
-    let [named, unnamed] = ["named.gguf", "unnamed.gguf"].map(|model| {
-        place.said(&["generate", "--model", model, "--prompt", "Hello", "--max-new-tokens", "8"])
-    });
+    std::fs::write(dir.path("unnamed.gguf"), bytes).unwrap();
+    let [named, unnamed] = ["named.gguf", "unnamed.gguf"]
+        .map(|model| dir.said(&["generate", "--model", model, "--prompt", "Hello", "--max-new-tokens", "8"]));
     assert_eq!(named, unnamed);
 }
 
 /// A folder with one GGUF file is that file; a run on it resumes.
 #[test]
 fn a_folder_with_one_file_is_a_model() {
-    let place = Place::new();
-    std::fs::remove_dir_all(place.path("model")).unwrap();
-    copy_folder(&golden("qbases/models/tiny-gguf-q8_0"), &place.path("model"));
-    place.said(&run("model", "lora", "out", &["--set", "checkpoint.save_steps=2"]));
-    place.said(&[
+    let dir = TestDir::new();
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
+    copy_folder(&golden("qbases/models/tiny-gguf-q8_0"), &dir.path("model"));
+    dir.said(&run("model", "lora", "out", &["--set", "checkpoint.save_steps=2"]));
+    dir.said(&[
         "verify-resume",
         "--model",
         "model",
@@ -140,10 +139,10 @@ fn a_folder_with_one_file_is_a_model() {
         "--set",
         "data.max_seq_len=96",
     ]);
-    let said = place.said(&lora(&["--dry-run"]));
+    let said = dir.said(&lora(&["--dry-run"]));
     assert!(said.contains("memory of a step: "), "{said}");
-    std::fs::copy(place.path("model/model.gguf"), place.path("model/other.gguf")).unwrap();
-    assert_snapshot!(place.refused(&run("model", "lora", "other", &[])), @"
+    std::fs::copy(dir.path("model/model.gguf"), dir.path("model/other.gguf")).unwrap();
+    assert_snapshot!(dir.refused(&run("model", "lora", "other", &[])), @"
     error: [DIR]/model holds several GGUF models
       caused by: found model.gguf, other.gguf
     hint: give one of them: `--model [DIR]/model/model.gguf`
@@ -153,19 +152,19 @@ fn a_folder_with_one_file_is_a_model() {
 /// More experts or layers than the file has are refused before a model of them is composed.
 #[test]
 fn counts_are_those_of_the_tensors() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let model = golden("families/models/tiny-olmoe");
     let export = ["export", "--model", model.to_str().unwrap(), "--format", "gguf", "--output", "model.gguf"];
-    place.said(&export);
-    let whole = std::fs::read(place.path("model.gguf")).unwrap();
+    dir.said(&export);
+    let whole = std::fs::read(dir.path("model.gguf")).unwrap();
     let refused = |key: &str| {
         let mut bytes = whole.clone();
-        let at = bytes.windows(key.len()).position(|found| found == key.as_bytes()).unwrap();
+        let at = bytes.windows(key.len()).position(|window| window == key.as_bytes()).unwrap();
         // The type of the value, then the value.
         let value = at + key.len() + 4;
         bytes[value..value + 4].copy_from_slice(&100_000_000u32.to_le_bytes());
-        std::fs::write(place.path("model.gguf"), bytes).unwrap();
-        place.refused(&["plan", "--model", "model.gguf", "--recipe", "lora"])
+        std::fs::write(dir.path("model.gguf"), bytes).unwrap();
+        dir.refused(&["plan", "--model", "model.gguf", "--recipe", "lora"])
     };
     assert_snapshot!(["olmoe.expert_count", "olmoe.block_count"].map(refused).join(""), @"
     error: cannot use the model of [DIR]/model.gguf
@@ -181,34 +180,34 @@ fn counts_are_those_of_the_tensors() {
 /// it; llama.cpp looks for the norm before the MLP.
 #[test]
 fn blocks_of_stablelm_are_what_their_norms_say() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let model = golden("families/models/tiny-stablelm");
-    place.said(&["export", "--model", model.to_str().unwrap(), "--format", "gguf", "--output", "model.gguf"]);
+    dir.said(&["export", "--model", model.to_str().unwrap(), "--format", "gguf", "--output", "model.gguf"]);
     let planned = || {
-        let done = place.command(&["plan", "--model", "model.gguf", "--recipe", "lora", "--json"]).output();
+        let done = dir.command(&["plan", "--model", "model.gguf", "--recipe", "lora", "--json"]).output();
         let plan: Value = serde_json::from_slice(&done.unwrap().stdout).unwrap();
         plan["parameters"].as_u64().unwrap()
     };
     // Parallel blocks have one norm less.
     let wanted = planned();
-    let mut bytes = std::fs::read(place.path("model.gguf")).unwrap();
+    let mut bytes = std::fs::read(dir.path("model.gguf")).unwrap();
     let key = b"stablelm.use_parallel_residual";
-    let at = bytes.windows(key.len()).position(|found| found == key).unwrap() + key.len() + 4;
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
     assert_eq!(bytes[at], 0);
     bytes[at] = 1;
-    std::fs::write(place.path("model.gguf"), bytes).unwrap();
+    std::fs::write(dir.path("model.gguf"), bytes).unwrap();
     assert_eq!(planned(), wanted);
 }
 
 /// Each gets one error, and nothing is written.
 #[test]
 fn files_that_are_no_models() {
-    let place = place("tiny-gguf-q4_0");
-    let whole = std::fs::read(place.path("model.gguf")).unwrap();
+    let dir = test_dir("tiny-gguf-q4_0");
+    let whole = std::fs::read(dir.path("model.gguf")).unwrap();
     let refused = |bytes: &[u8]| {
-        std::fs::write(place.path("model.gguf"), bytes).unwrap();
-        let said = place.refused(&run("model.gguf", "lora", "out", &[]));
-        assert!(!place.path("out").exists(), "{said}");
+        std::fs::write(dir.path("model.gguf"), bytes).unwrap();
+        let said = dir.refused(&run("model.gguf", "lora", "out", &[]));
+        assert!(!dir.path("out").exists(), "{said}");
         said
     };
     let replaced = |from: &str, to: &str| {

@@ -806,6 +806,10 @@ fn recipes_listed_and_shown() {
     # the run.
     # Accepted: a whole number, at least 1.
     nan_limit = 3
+    # Uniform noise on the embeddings of training rows (NEFTune), at most this number divided
+    # by the square root of the row's tokens times the model's width; 5 is usual. 0: no noise.
+    # Accepted: a number, at least 0.
+    neftune_alpha = 0.0
     # Seed of all random numbers.
     # Accepted: a whole number, at least 0.
     seed = 0

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Returns the output of a command that must end soon by itself.
 fn ended(mut command: Command) -> Output {
@@ -24,9 +24,9 @@ fn ended(mut command: Command) -> Output {
 }
 
 /// Returns the only error of a command that must be refused with exit code 1.
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = ended(place.command(args));
-    let said = place.told(&output.stderr);
+fn refused(dir: &TestDir, args: &[&str]) -> String {
+    let output = ended(dir.command(args));
+    let said = dir.told(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
     assert!(!said.contains("internal error"), "{said}");
@@ -41,9 +41,9 @@ fn fifo(path: &Path) {
 
 /// Replaces `name`, in turn, by a FIFO without a writer, a link to one, and a link to an endless
 /// device; each must be refused.
-fn no_files(place: &Place, name: &str, args: &[&str]) {
-    let path = place.path(name);
-    let pipe = place.path("a-pipe");
+fn no_files(dir: &TestDir, name: &str, args: &[&str]) {
+    let path = dir.path(name);
+    let pipe = dir.path("a-pipe");
     fifo(&pipe);
     let put = [
         ("a FIFO", &(|| fifo(&path)) as &dyn Fn()),
@@ -53,7 +53,7 @@ fn no_files(place: &Place, name: &str, args: &[&str]) {
     for (kind, put) in put {
         let _ = std::fs::remove_file(&path);
         put();
-        let said = refused(place, args);
+        let said = refused(dir, args);
         assert!(said.contains(kind) || said.contains("it is not a file"), "{name}: {said}");
         assert!(said.contains(name), "{said}");
     }
@@ -62,60 +62,60 @@ fn no_files(place: &Place, name: &str, args: &[&str]) {
 #[test]
 fn what_is_no_file_is_refused_at_once() {
     let data = ["data", "--model", "model", "--dataset", "rows.jsonl", "--quiet"];
-    no_files(&Place::new(), "rows.jsonl", &data);
-    no_files(&Place::new(), "model/config.json", &data);
-    no_files(&Place::new(), "model/tokenizer_config.json", &data);
-    no_files(&Place::new(), "model/model.safetensors", &["inspect", "model"]);
+    no_files(&TestDir::new(), "rows.jsonl", &data);
+    no_files(&TestDir::new(), "model/config.json", &data);
+    no_files(&TestDir::new(), "model/tokenizer_config.json", &data);
+    no_files(&TestDir::new(), "model/model.safetensors", &["inspect", "model"]);
 }
 
 #[test]
 fn other_input_files_that_are_none() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let train = lora(&["--dry-run"]);
     let recipe: Vec<&str> = train.iter().map(|arg| if *arg == "lora" { "mine.toml" } else { arg }).collect();
-    no_files(&place, "mine.toml", &recipe);
-    let place = Place::new();
-    no_files(&place, "rows.csv", &["data", "--model", "model", "--dataset", "rows.csv"]);
-    no_files(&place, "rows.parquet", &["data", "--model", "model", "--dataset", "rows.parquet"]);
+    no_files(&dir, "mine.toml", &recipe);
+    let dir = TestDir::new();
+    no_files(&dir, "rows.csv", &["data", "--model", "model", "--dataset", "rows.csv"]);
+    no_files(&dir, "rows.parquet", &["data", "--model", "model", "--dataset", "rows.parquet"]);
     // A FIFO counts as a missing file.
-    fifo(&place.path("model/tokenizer.json"));
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    fifo(&dir.path("model/tokenizer.json"));
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
     assert!(said.contains("tokenizer.json"), "{said}");
 }
 
 #[test]
 fn a_quote_that_is_not_closed_swallows_nothing_in_silence() {
-    let place = Place::new();
-    place.write("rows.csv", "prompt,completion\na,b\nc,\"d\ne,f\ng,h\n");
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.csv"]);
+    let dir = TestDir::new();
+    dir.write("rows.csv", "prompt,completion\na,b\nc,\"d\ne,f\ng,h\n");
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "rows.csv"]);
     assert!(said.contains("the quoted field that begins on line 3 does not end"), "{said}");
     let wide = vec!["c"; 200_000].iter().enumerate().map(|(i, c)| format!("{c}{i}")).collect::<Vec<_>>();
-    place.write("wide.csv", &format!("{}\n", wide.join(",")));
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "wide.csv"]);
+    dir.write("wide.csv", &format!("{}\n", wide.join(",")));
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "wide.csv"]);
     assert!(said.contains("200000 columns"), "{said}");
 }
 
 #[test]
 fn text_that_is_not_utf_8_is_the_users_fault_with_its_line() {
-    let place = Place::new();
-    std::fs::write(place.path("mine.toml"), b"[train]\nseed = 1\n# \xFF\n").unwrap();
-    let said = refused(&place, &["--model", "model", "--recipe", "mine.toml", "--dataset", "rows.jsonl"]);
+    let dir = TestDir::new();
+    std::fs::write(dir.path("mine.toml"), b"[train]\nseed = 1\n# \xFF\n").unwrap();
+    let said = refused(&dir, &["--model", "model", "--recipe", "mine.toml", "--dataset", "rows.jsonl"]);
     assert!(said.contains("the first bad byte is in line 3, 19 bytes after"), "{said}");
-    std::fs::write(place.path("model/config.json"), b"{\"model_type\": \"\xFF\"}").unwrap();
-    refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    std::fs::write(dir.path("model/config.json"), b"{\"model_type\": \"\xFF\"}").unwrap();
+    refused(&dir, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
 }
 
 #[test]
 fn a_loop_of_links_is_read_once() {
-    let place = Place::new();
-    std::fs::create_dir_all(place.path("rows/deep")).unwrap();
-    std::fs::copy(place.path("rows.jsonl"), place.path("rows/a.jsonl")).unwrap();
-    symlink(place.path("rows"), place.path("rows/deep/again")).unwrap();
-    symlink(place.path("rows/deep"), place.path("rows/aside")).unwrap();
+    let dir = TestDir::new();
+    std::fs::create_dir_all(dir.path("rows/deep")).unwrap();
+    std::fs::copy(dir.path("rows.jsonl"), dir.path("rows/a.jsonl")).unwrap();
+    symlink(dir.path("rows"), dir.path("rows/deep/again")).unwrap();
+    symlink(dir.path("rows/deep"), dir.path("rows/aside")).unwrap();
     let rows = |dataset: &str| {
-        let output = ended(place.command(&["data", "--model", "model", "--dataset", dataset, "--rows", "0"]));
-        assert!(output.status.success(), "{}", place.told(&output.stderr));
-        place.told(&output.stdout)
+        let output = ended(dir.command(&["data", "--model", "model", "--dataset", dataset, "--rows", "0"]));
+        assert!(output.status.success(), "{}", dir.told(&output.stderr));
+        dir.told(&output.stdout)
     };
     let (alone, looped) = (rows("rows.jsonl"), rows("rows"));
     assert!(looped.contains("leads to a folder that is read already"), "{looped}");
@@ -130,10 +130,10 @@ fn a_loop_of_links_is_read_once() {
 /// Text from files in every kind of message: no escape sequence reaches the terminal.
 #[test]
 fn escapes_in_files_are_shown_not_sent() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let evil = "\u{1b}]0;owned\u{7}\u{9b}2J\u{202e}";
     let check = |args: &[&str], wanted: &str| {
-        let output = ended(place.command(args));
+        let output = ended(dir.command(args));
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(said.contains(wanted), "{said:?}");
         let raw = said.chars().find(|c| (c.is_control() && !"\n\t".contains(*c)) || *c == '\u{202e}');
@@ -141,57 +141,57 @@ fn escapes_in_files_are_shown_not_sent() {
     };
     let data = ["data", "--model", "model", "--dataset", "rows.jsonl"];
     // JSON allows no raw control characters except in a quoted key, so they appear as escapes.
-    place.write("rows.jsonl", &format!("{{\"\\u001b]0;owned{}\": 1}}\n", "\\u009b2J\\u202e"));
+    dir.write("rows.jsonl", &format!("{{\"\\u001b]0;owned{}\": 1}}\n", "\\u009b2J\\u202e"));
     check(&data, r"\u{1b}]0;owned");
-    place.write("rows.csv", &format!("a{evil},a{evil}\n1,2\n"));
+    dir.write("rows.csv", &format!("a{evil},a{evil}\n1,2\n"));
     check(&["data", "--model", "model", "--dataset", "rows.csv"], r"\u{1b}");
-    place.write(&format!("{evil}.jsonl"), "not json\n");
+    dir.write(&format!("{evil}.jsonl"), "not json\n");
     check(&["data", "--model", "model", "--dataset", &format!("{evil}.jsonl")], r"\u{1b}]0;owned");
-    place.write("model/config.json", "{\"model_type\": \"\\u001b[31mred\"}");
+    dir.write("model/config.json", "{\"model_type\": \"\\u001b[31mred\"}");
     check(&["data", "--model", "model", "--dataset", "rows.csv"], "[31mred");
     check(&["--recipe", evil], r"\u{1b}]0;owned");
 }
 
 #[test]
 fn code_that_comes_with_a_model_is_named_and_not_run() {
-    let place = Place::new();
-    let path = place.path("model/config.json");
+    let dir = TestDir::new();
+    let path = dir.path("model/config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     config["auto_map"] = serde_json::json!({"AutoModelForCausalLM": "modeling_own.OwnModel"});
     std::fs::write(&path, config.to_string()).unwrap();
-    place.write("model/modeling_own.py", "open('ran', 'w')\n");
-    let output = ended(place.command(&["data", "--model", "model", "--dataset", "rows.jsonl"]));
-    let said = place.told(&output.stderr);
+    dir.write("model/modeling_own.py", "open('ran', 'w')\n");
+    let output = ended(dir.command(&["data", "--model", "model", "--dataset", "rows.jsonl"]));
+    let said = dir.told(&output.stderr);
     assert!(output.status.success(), "{said}");
     assert!(said.contains("warning: `auto_map` of config.json names modeling_own.OwnModel"), "{said}");
     assert!(said.contains("never reads or runs code"), "{said}");
-    assert!(!place.path("ran").exists());
+    assert!(!dir.path("ran").exists());
 }
 
 #[test]
 fn pickles_are_refused_with_a_way_out() {
-    let place = Place::new();
-    place.write("rows.pkl", "\u{80}");
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.pkl"]);
+    let dir = TestDir::new();
+    dir.write("rows.pkl", "\u{80}");
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "rows.pkl"]);
     assert!(said.contains("pickle, which can run code") && said.contains("hint: "), "{said}");
-    std::fs::rename(place.path("model/model.safetensors"), place.path("model/pytorch_model.bin")).unwrap();
-    let said = refused(&place, &["inspect", "model"]);
+    std::fs::rename(dir.path("model/model.safetensors"), dir.path("model/pytorch_model.bin")).unwrap();
+    let said = refused(&dir, &["inspect", "model"]);
     assert!(said.contains("pickle files (pytorch_model.bin)") && said.contains("hint: convert it"), "{said}");
 }
 
 /// A model's template that exhausts memory ends neither the run nor the machine.
 #[test]
 fn a_template_that_takes_all_memory_is_a_fault_of_its_rows() {
-    let place = Place::new();
-    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-    place.write("rows.jsonl", rows.lines().next().unwrap());
+    let dir = TestDir::new();
+    let rows = std::fs::read_to_string(dir.path("rows.jsonl")).unwrap();
+    dir.write("rows.jsonl", rows.lines().next().unwrap());
     let bomb = "{% set ns = namespace(x='aaaaaaaa') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}";
-    place.write("model/chat_template.jinja", bomb);
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    dir.write("model/chat_template.jinja", bomb);
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
     // On a busy machine the time limit may be reached before the memory limit.
     let memory = said.contains("it needs more than 512 MiB of memory");
     assert!(memory || said.contains("it takes more processor time"), "{said}");
-    place.write("model/chat_template.jinja", &format!("{{{{ {}1 }}}}", "1+".repeat(100_000)));
-    let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    dir.write("model/chat_template.jinja", &format!("{{{{ {}1 }}}}", "1+".repeat(100_000)));
+    let said = refused(&dir, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
     assert!(said.contains("it nests too deep"), "{said}");
 }

@@ -8,8 +8,8 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-use crate::place::{Place, lora};
 use crate::plan::sizing::shapes;
+use crate::test_dir::{TestDir, lora};
 
 /// Returns a hardware file; the `changed` lines replace those of the same keys.
 pub(crate) fn hardware(changed: &[(&str, &str)]) -> String {
@@ -37,14 +37,14 @@ pub(crate) fn hardware(changed: &[(&str, &str)]) -> String {
 }
 
 /// Runs `plan` for a small model; returns exit code, stdout and stderr.
-fn planned(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
+fn planned(dir: &TestDir, more: &[&str]) -> (Option<i32>, String, String) {
     let args = [&["plan", "--model", "1B", "--quiet"], more].concat();
-    let output = place.command(&args).output().unwrap();
-    let (code, errors) = (output.status.code(), place.told(&output.stderr));
+    let output = dir.command(&args).output().unwrap();
+    let (code, errors) = (output.status.code(), dir.told(&output.stderr));
     // A plan that does not fit ends with 1 after writing all output.
     let is_made = errors.starts_with("error: the plan does not fit\n");
     assert!(!is_made || code == Some(1), "{errors}");
-    (if is_made { Some(0) } else { code }, place.told(&output.stdout), errors)
+    (if is_made { Some(0) } else { code }, dir.told(&output.stdout), errors)
 }
 
 /// Returns the text of a page between `<element>` and `</element>`, which occur once.
@@ -72,14 +72,14 @@ fn assert_policy(page: &str, has_script: bool) {
 
 #[test]
 fn markup_in_a_hardware_file_stays_text_in_the_page() {
-    let place = shapes();
+    let dir = shapes();
     let markup =
         r#"own<img src=x onerror=\"document.title='XSSRUN'\"></script><script>alert(1)</script><!--"#;
     let name = format!("\"{markup}\"");
-    place.write("own.toml", &hardware(&[("name", &name), ("source", &name)]));
-    let (code, _, errors) = planned(&place, &["--on", "own.toml", "--html", "p.html"]);
+    dir.write("own.toml", &hardware(&[("name", &name), ("source", &name)]));
+    let (code, _, errors) = planned(&dir, &["--on", "own.toml", "--html", "p.html"]);
     assert_eq!(code, Some(0), "{errors}");
-    let page = std::fs::read_to_string(place.path("p.html")).unwrap();
+    let page = std::fs::read_to_string(dir.path("p.html")).unwrap();
     assert_policy(&page, true);
     assert!(!page.contains("<img") && page.matches("<script").count() == 1, "markup of the name");
     let script = inside(&page, "script");
@@ -95,18 +95,18 @@ fn markup_in_a_hardware_file_stays_text_in_the_page() {
 
 #[test]
 fn a_page_replaces_a_page_and_nothing_else() {
-    let place = shapes();
-    place.write("my.toml", "[model]\nid = \"1B\"\n");
-    place.write("victim", "precious");
-    let page = |name: &str| planned(&place, &["--on", "4090", "--html", name]);
+    let dir = shapes();
+    dir.write("my.toml", "[model]\nid = \"1B\"\n");
+    dir.write("victim", "precious");
+    let page = |name: &str| planned(&dir, &["--on", "4090", "--html", name]);
     for _ in 0..2 {
         let (code, _, errors) = page("p.html");
         assert_eq!(code, Some(0), "{errors}");
     }
-    symlink("victim", place.path("link.html")).unwrap();
-    symlink("p.html", place.path("page-link.html")).unwrap();
-    symlink("made-by-a-link", place.path("loose.html")).unwrap();
-    let before = std::fs::read(place.path("p.html")).unwrap();
+    symlink("victim", dir.path("link.html")).unwrap();
+    symlink("p.html", dir.path("page-link.html")).unwrap();
+    symlink("made-by-a-link", dir.path("loose.html")).unwrap();
+    let before = std::fs::read(dir.path("p.html")).unwrap();
     for (name, why) in [
         ("my.toml", "a file of that name exists, and it is not a page of `finetune plan`"),
         ("victim", "a file of that name exists, and it is not a page of `finetune plan`"),
@@ -119,25 +119,25 @@ fn a_page_replaces_a_page_and_nothing_else() {
         assert_eq!(code, Some(1), "{name}: {errors}");
         assert!(errors.contains(why) && errors.contains("hint: "), "{name}: {errors}");
     }
-    let text = |name: &str| std::fs::read_to_string(place.path(name)).unwrap();
+    let text = |name: &str| std::fs::read_to_string(dir.path(name)).unwrap();
     assert_eq!((text("my.toml"), text("victim")), ("[model]\nid = \"1B\"\n".into(), "precious".into()));
-    assert!(std::fs::read(place.path("p.html")).unwrap() == before && !place.path("made-by-a-link").exists());
-    assert!(place.path("link.html").is_symlink() && temporary_files(&place).is_empty());
+    assert!(std::fs::read(dir.path("p.html")).unwrap() == before && !dir.path("made-by-a-link").exists());
+    assert!(dir.path("link.html").is_symlink() && temporary_files(&dir).is_empty());
 }
 
 /// Returns the temporary file names in a folder.
-fn temporary_files(place: &Place) -> Vec<String> {
-    let entries = std::fs::read_dir(place.path("")).unwrap();
+fn temporary_files(dir: &TestDir) -> Vec<String> {
+    let entries = std::fs::read_dir(dir.path("")).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
     names.filter(|name| name.contains(".tmp-")).collect()
 }
 
 #[test]
 fn of_five_exports_at_once_one_gives_the_file() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = ["export", "--model", "model", "--format", "gguf", "--output", "m.gguf", "--quiet"];
     let start = |_| {
-        let mut command = place.command(&args);
+        let mut command = dir.command(&args);
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     };
     let started: Vec<_> = (0..5).map(start).collect();
@@ -145,24 +145,24 @@ fn of_five_exports_at_once_one_gives_the_file() {
     let codes: Vec<_> = ended.iter().map(|output| output.status.code().unwrap()).collect();
     assert_eq!(codes.iter().filter(|code| **code == 0).count(), 1, "{codes:?}");
     for output in ended.iter().filter(|output| !output.status.success()) {
-        let told = place.told(&output.stderr);
+        let told = dir.told(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{told}");
         assert!(
             told.contains("cannot write m.gguf") && told.contains("a file of that name exists"),
             "{told}"
         );
     }
-    assert!(std::fs::read(place.path("m.gguf")).unwrap().starts_with(b"GGUF"));
-    assert_eq!(temporary_files(&place), [""; 0]);
+    assert!(std::fs::read(dir.path("m.gguf")).unwrap().starts_with(b"GGUF"));
+    assert_eq!(temporary_files(&dir), [""; 0]);
 }
 
 /// Names of folders and files in the model card: markup becomes code, and controls become escapes.
 #[test]
 fn names_in_a_model_card_stay_text() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let (output, model, rows) = ("o<script>alert(1)<script>\x1b[31m", "m|`<b>", "r|<i>`\n# x.jsonl");
-    std::fs::rename(place.path("model"), place.path(model)).unwrap();
-    std::fs::rename(place.path("rows.jsonl"), place.path(rows)).unwrap();
+    std::fs::rename(dir.path("model"), dir.path(model)).unwrap();
+    std::fs::rename(dir.path("rows.jsonl"), dir.path(rows)).unwrap();
     let named = |arg| match arg {
         "out" => output,
         "model" => model,
@@ -171,10 +171,10 @@ fn names_in_a_model_card_stay_text() {
         other => other,
     };
     let args: Vec<&str> = lora(&["--quiet"]).into_iter().map(named).collect();
-    let done = place.command(&args).output().unwrap();
-    assert!(done.status.success(), "{}", place.told(&done.stderr));
-    let folder = place.path(output);
-    let card = place.told(&std::fs::read(folder.join("README.md")).unwrap());
+    let done = dir.command(&args).output().unwrap();
+    assert!(done.status.success(), "{}", dir.told(&done.stderr));
+    let folder = dir.path(output);
+    let card = dir.told(&std::fs::read(folder.join("README.md")).unwrap());
     for line in [
         "# `o<script>alert(1)<script>\\u{1b}[31m`\n",
         "for the local model ``m|`<b>``, trained by",
@@ -193,25 +193,25 @@ fn names_in_a_model_card_stay_text() {
 /// A link in the place of something that a run appends to is refused before anything is written.
 #[test]
 fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let sets = ["--quiet", "--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=true"];
     let profile = ["--set", "profile.wait=0", "--set", "profile.warmup=0", "--set", "profile.active=1"];
     let run = |more: &[&str]| {
         let args = lora(&[&sets[..], &profile[..], more].concat());
-        place.command(&args).output().unwrap()
+        dir.command(&args).output().unwrap()
     };
     let first = run(&[]);
-    assert!(first.status.success(), "{}", place.told(&first.stderr));
-    std::fs::create_dir(place.path("elsewhere")).unwrap();
+    assert!(first.status.success(), "{}", dir.told(&first.stderr));
+    std::fs::create_dir(dir.path("elsewhere")).unwrap();
     for name in ["trace", "tensorboard", "alerts.jsonl"] {
-        let (at, kept) = (place.path("out").join(name), place.path("kept"));
+        let (at, moved) = (dir.path("out").join(name), dir.path("kept"));
         let had = at.exists();
         if had {
-            std::fs::rename(&at, &kept).unwrap();
+            std::fs::rename(&at, &moved).unwrap();
         }
-        symlink(place.path("elsewhere"), &at).unwrap();
+        symlink(dir.path("elsewhere"), &at).unwrap();
         let done = run(&["--resume", "--set", "train.max_steps=6"]);
-        let told = place.told(&done.stderr);
+        let told = dir.told(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{told}");
         assert!(
             told.contains(&format!("out/{name} is a link; a run writes only to regular files and folders")),
@@ -220,21 +220,21 @@ fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
         assert!(told.contains(&format!("hint: run `rm out/{name}`")), "{told}");
         std::fs::remove_file(&at).unwrap();
         if had {
-            std::fs::rename(&kept, &at).unwrap();
+            std::fs::rename(&moved, &at).unwrap();
         }
     }
-    assert_eq!(std::fs::read_dir(place.path("elsewhere")).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(dir.path("elsewhere")).unwrap().count(), 0);
     let done = run(&["--resume", "--set", "train.max_steps=6"]);
-    assert!(done.status.success(), "{}", place.told(&done.stderr));
+    assert!(done.status.success(), "{}", dir.told(&done.stderr));
 }
 
 /// Each figure of a hardware file has a range, which its error names; 0 means absent.
 #[test]
 fn figures_of_hardware_have_ranges() {
-    let place = shapes();
+    let dir = shapes();
     let plan = |changed: &[(&str, &str)], on: &str, more: &[&str]| {
-        place.write("own.toml", &hardware(changed));
-        planned(&place, &[&["--on", on], more].concat())
+        dir.write("own.toml", &hardware(changed));
+        planned(&dir, &[&["--on", on], more].concat())
     };
     let sizes = "accepted: 0.001 to 1000000.0";
     let or_none = "accepted: 0 for none, or 0.001 to 1000000.0";
@@ -300,17 +300,17 @@ fn assert_finite(text: &str) {
 /// At the ends of all ranges, times and costs are finite in the text and as JSON.
 #[test]
 fn what_is_printed_is_finite() {
-    let place = shapes();
+    let dir = shapes();
     let speeds =
         ["bf16_tflops", "f32_tflops", "memory_gbps", "link_gbps", "host_gbps", "network_gbps", "disk_gbps"];
     for end in ["0.001", "1e6"] {
         let changed: Vec<(&str, &str)> = speeds.iter().map(|key| (*key, end)).collect();
-        place.write("own.toml", &hardware(&[&changed[..], &[("efficiency", "0.001")]].concat()));
+        dir.write("own.toml", &hardware(&[&changed[..], &[("efficiency", "0.001")]].concat()));
         for format in [&[][..], &["--json"]] {
             let steps = "train.max_steps=9223372036854775807";
             let prices = ["--price", "1e9/h*1e9", "--price", "1e9/GB-month", "--set", steps];
             let (code, text, errors) =
-                planned(&place, &[&["--on", "2xown.toml*2"], &prices[..], format].concat());
+                planned(&dir, &[&["--on", "2xown.toml*2"], &prices[..], format].concat());
             assert_eq!(code, Some(0), "{errors}");
             assert_finite(&text);
             if !format.is_empty() {
@@ -323,14 +323,14 @@ fn what_is_printed_is_finite() {
         ("inf/h", "`AMOUNT` is inf"),
         ("1/GB-month*1e300", "`GB` is 1e300; accepted: 1e-6 to 1000000000.0"),
     ] {
-        let (code, _, errors) = planned(&place, &["--on", "own.toml", "--price", price]);
+        let (code, _, errors) = planned(&dir, &["--on", "own.toml", "--price", price]);
         assert!(code == Some(1) && errors.contains(why), "{price}: {errors}");
     }
 }
 
 #[test]
 fn figures_of_a_calibration_have_ranges() {
-    let place = shapes();
+    let dir = shapes();
     let op =
         |op: &str, key: &str, value: &str| format!(r#"{{"op": "{op}", "shape": "x", "{key}": {value}}}"#);
     let file = |copy: &str, product: &str, matmul: &str| {
@@ -349,8 +349,8 @@ fn figures_of_a_calibration_have_ranges() {
         )
     };
     let plan = |text: &str| {
-        place.write("speeds.json", text);
-        planned(&place, &["--ranks", "2", "--calibration", "speeds.json", "--json"])
+        dir.write("speeds.json", text);
+        planned(&dir, &["--ranks", "2", "--calibration", "speeds.json", "--json"])
     };
     let (code, text, errors) = plan(&file("10", "0.2", "0.1"));
     assert_eq!(code, Some(0), "{errors}");

@@ -4,21 +4,21 @@
 use std::path::Path;
 use std::process::{Output, Stdio};
 
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 use finetune::data::Tokenizer;
 use finetune::weights::ModelFiles;
 use insta::assert_snapshot;
 use serde_json::Value;
 
-fn succeed(place: &Place, args: &[&str]) -> Output {
-    let output = place.command(args).output().unwrap();
-    assert!(output.status.success(), "{args:?}\n{}", place.told(&output.stderr));
+fn succeed(dir: &TestDir, args: &[&str]) -> Output {
+    let output = dir.command(args).output().unwrap();
+    assert!(output.status.success(), "{args:?}\n{}", dir.told(&output.stderr));
     output
 }
 
 /// Returns the stdout of a command that must succeed.
-fn printed(place: &Place, args: &[&str]) -> String {
-    place.told(&succeed(place, args).stdout)
+fn printed(dir: &TestDir, args: &[&str]) -> String {
+    dir.told(&succeed(dir, args).stdout)
 }
 
 fn json(path: &Path) -> Value {
@@ -39,28 +39,28 @@ fn keys(object: &Value) -> Vec<&str> {
 #[test]
 fn generate_continues_as_transformers_does() {
     for name in ["tiny-llama", "tiny-qwen3"] {
-        let place = Place::with_model(name);
+        let dir = TestDir::with_model(name);
         let greedy = &json(&golden("forward/forward.json"))[name]["greedy"];
         let ids = |key: &str| -> Vec<u32> {
             greedy[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
         };
         let (prompt, new) = (ids("prompt_ids"), ids("new_ids"));
-        let tokenizer = Tokenizer::load(&place.path("model")).unwrap();
+        let tokenizer = Tokenizer::load(&dir.path("model")).unwrap();
         let text = tokenizer.decode(&prompt, false).unwrap();
         assert_eq!(tokenizer.encode(&text, true).unwrap(), prompt, "{name}: the prompt survives as text");
         let count = new.len().to_string();
         let args = ["generate", "--model", "model", "--prompt", &text, "--max-new-tokens", &count];
         let wanted = tokenizer.decode(&[prompt, new].concat(), false).unwrap();
-        assert_eq!(printed(&place, &args), format!("{wanted}\n"), "{name}");
+        assert_eq!(printed(&dir, &args), format!("{wanted}\n"), "{name}");
     }
 }
 
 #[test]
 fn sampling_repeats_with_its_seed() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let sample = |more: &[&str]| {
         let args = ["generate", "--model", "model", "--prompt", "the island", "--max-new-tokens", "24"];
-        printed(&place, &[&args[..], more].concat())
+        printed(&dir, &[&args[..], more].concat())
     };
     let greedy = sample(&[]);
     assert_eq!(greedy, sample(&["--seed", "5"]), "greedy needs no seed");
@@ -73,12 +73,12 @@ fn sampling_repeats_with_its_seed() {
 
 #[test]
 fn a_chat_answers_each_line() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let chat = |lines: &str| {
-        place.write("turns", lines);
-        let turns = std::fs::File::open(place.path("turns")).unwrap();
+        dir.write("turns", lines);
+        let turns = std::fs::File::open(dir.path("turns")).unwrap();
         let args = ["generate", "--model", "model", "--chat", "--max-new-tokens", "6", "--quiet"];
-        let output = place.command(&args).stdin(turns).output().unwrap();
+        let output = dir.command(&args).stdin(turns).output().unwrap();
         assert!(output.status.success());
         assert!(output.stderr.is_empty());
         String::from_utf8(output.stdout).unwrap()
@@ -91,14 +91,14 @@ fn a_chat_answers_each_line() {
 
 #[test]
 fn eval_measures_what_training_measured() {
-    let place = Place::new();
-    succeed(&place, &lora(&["--eval-dataset", "rows.jsonl"]));
+    let dir = TestDir::new();
+    succeed(&dir, &lora(&["--eval-dataset", "rows.jsonl"]));
     let args = ["eval", "--model", "model", "--adapter", "out", "--dataset", "rows.jsonl", "--json"];
-    let text = printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat());
+    let text = printed(&dir, &[&args[..], &["--set", "data.max_seq_len=96"]].concat());
     let figures: Value = serde_json::from_str(&text).unwrap();
     let names = ["loss", "perplexity", "token_accuracy", "exact_match", "tokens", "rows"];
     assert_eq!(keys(&figures), names);
-    let logged = metrics(&place.path("out"));
+    let logged = metrics(&dir.path("out"));
     let last = logged.iter().rfind(|line| line.get("eval_loss").is_some()).unwrap();
     let number = |value: &Value| value.as_f64().unwrap();
     assert_eq!(last["step"], 4);
@@ -110,7 +110,7 @@ fn eval_measures_what_training_measured() {
     // Without the adapter: the loss measured before the first step.
     let args = ["eval", "--model", "model", "--dataset", "rows.jsonl", "--json"];
     let base: Value =
-        serde_json::from_str(&printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat()))
+        serde_json::from_str(&printed(&dir, &[&args[..], &["--set", "data.max_seq_len=96"]].concat()))
             .unwrap();
     assert!((number(&base["loss"]) - number(&logged[0]["eval_loss"])).abs() < 1e-6);
     assert!(number(&base["loss"]) != loss);
@@ -119,15 +119,15 @@ fn eval_measures_what_training_measured() {
 /// Compares with PEFT's `merge_and_unload`.
 #[test]
 fn merge_equals_peft() {
-    let place = Place::new();
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    let said = succeed(&place, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
+    let dir = TestDir::new();
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
+    let said = succeed(&dir, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
     assert!(said.stdout.is_empty());
-    let ours = ModelFiles::open(&place.path("merged")).unwrap();
+    let ours = ModelFiles::open(&dir.path("merged")).unwrap();
     let theirs = ModelFiles::open(&golden("train/lora/merged")).unwrap();
     assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
     let mut changed = false;
-    let base = ModelFiles::open(&place.path("model")).unwrap();
+    let base = ModelFiles::open(&dir.path("model")).unwrap();
     for (name, info) in theirs.tensors() {
         let read = |files: &ModelFiles| {
             let mut values = vec![0f32; info.elements()];
@@ -141,14 +141,14 @@ fn merge_equals_peft() {
     }
     assert!(changed);
     // The merged folder is a complete model.
-    assert!(printed(&place, &["inspect", "merged"]).starts_with("architecture  LlamaForCausalLM\n"));
-    succeed(&place, &["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
+    assert!(printed(&dir, &["inspect", "merged"]).starts_with("architecture  LlamaForCausalLM\n"));
+    succeed(&dir, &["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
 }
 
 #[test]
 fn inspect_reads_headers() {
-    let place = Place::new();
-    assert_snapshot!(printed(&place, &["inspect", "model"]), @"
+    let dir = TestDir::new();
+    assert_snapshot!(printed(&dir, &["inspect", "model"]), @"
     architecture  LlamaForCausalLM
     model_type    llama
     parameters    135K in 21 tensors, 529 KiB
@@ -162,8 +162,8 @@ fn inspect_reads_headers() {
     files
       model.safetensors  529 KiB
     ");
-    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    assert_snapshot!(printed(&place, &["inspect", "adapter"]), @"
+    copy_folder(&golden("train/lora/adapter_final"), &dir.path("adapter"));
+    assert_snapshot!(printed(&dir, &["inspect", "adapter"]), @"
     PEFT adapter   LoRA
     base           tiny-llama
     r              8
@@ -190,11 +190,11 @@ fn inspect_reads_headers() {
 
 #[test]
 fn data_shows_tokens_and_mask() {
-    let place = Place::new();
-    place.write("rows.jsonl", "{\"prompt\": \"What is 2 + 2?\", \"completion\": \" 4\"}\n");
+    let dir = TestDir::new();
+    dir.write("rows.jsonl", "{\"prompt\": \"What is 2 + 2?\", \"completion\": \" 4\"}\n");
     let args =
         ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.max_seq_len=64"];
-    assert_snapshot!(printed(&place, &args), @r#"
+    assert_snapshot!(printed(&dir, &args), @r#"
     row 1, [DIR]/rows.jsonl:1: 14 tokens, 3 trained
           0       54         W                 "W"
           1       71         h                 "h"
@@ -225,14 +225,14 @@ fn data_shows_tokens_and_mask() {
 /// `data` reports every bad row and does not stop at the first one.
 #[test]
 fn data_names_bad_rows() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let good = "{\"prompt\": \"a\", \"completion\": \" b\"}";
-    place.write(
+    dir.write(
         "rows.jsonl",
         &format!("{good}\nnot a row\n{good}\n{{\"prompt\": 5, \"completion\": \"c\"}}\n"),
     );
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
-    assert_snapshot!(printed(&place, &args), @r#"
+    assert_snapshot!(printed(&dir, &args), @r#"
     4 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
     2 examples, 6 tokens, 4 of them trained (67 %)
     longest row: 3 tokens ([DIR]/rows.jsonl:1)
@@ -251,33 +251,33 @@ fn data_names_bad_rows() {
 
 #[test]
 fn a_dry_run_prints_a_recipe_that_says_the_same() {
-    let place = Place::new();
-    let recipe = printed(&place, &lora(&["--dry-run"]));
-    assert!(!place.path("out").exists());
+    let dir = TestDir::new();
+    let recipe = printed(&dir, &lora(&["--dry-run"]));
+    assert!(!dir.path("out").exists());
     // Its paths are absolute, so replace the folder's real name.
-    let real = std::fs::canonicalize(place.path("model")).unwrap().parent().unwrap().display().to_string();
-    place.write("again.toml", &recipe.replace("[DIR]", &real));
-    assert_eq!(printed(&place, &["--recipe", "again.toml", "--dry-run"]), recipe);
+    let real = std::fs::canonicalize(dir.path("model")).unwrap().parent().unwrap().display().to_string();
+    dir.write("again.toml", &recipe.replace("[DIR]", &real));
+    assert_eq!(printed(&dir, &["--recipe", "again.toml", "--dry-run"]), recipe);
     assert!(recipe.contains("\nmax_seq_len = 96\n") && recipe.contains("\nlora_alpha = 32"), "{recipe}");
     assert!(!recipe.contains("dtype = \"auto\"\nattention"), "every auto of a run is decided: {recipe}");
 }
 
 #[test]
 fn the_recipe_of_a_run_repeats_it() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more = ["--set", "adapter.lora_dropout=0.1", "--set", "train.seed=7", "--set", "data.shuffle=true"];
-    succeed(&place, &lora(&more));
-    succeed(&place, &["--recipe", "out/recipe.toml", "--output", "again"]);
+    succeed(&dir, &lora(&more));
+    succeed(&dir, &["--recipe", "out/recipe.toml", "--output", "again"]);
     for file in ["adapter_model.safetensors", "adapter_config.json", "recipe.toml"] {
-        let read = |folder: &str| std::fs::read(place.path(folder).join(file)).unwrap();
+        let read = |folder: &str| std::fs::read(dir.path(folder).join(file)).unwrap();
         assert!(read("out") == read("again"), "{file} differs");
     }
 }
 
 #[test]
 fn quiet_says_nothing() {
-    let place = Place::new();
-    place.write(
+    let dir = TestDir::new();
+    dir.write(
         "held.jsonl",
         r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}"#,
     );
@@ -287,10 +287,10 @@ fn quiet_says_nothing() {
         [&["merge"], &adapter[..], &["--output", "merged"]].concat(),
     ];
     for args in commands {
-        let output = succeed(&place, &args);
-        assert_eq!((place.told(&output.stdout), place.told(&output.stderr)), Default::default(), "{args:?}");
+        let output = succeed(&dir, &args);
+        assert_eq!((dir.told(&output.stdout), dir.told(&output.stderr)), Default::default(), "{args:?}");
     }
-    let output = succeed(&place, &[&["eval"], &adapter[..], &["--dataset", "rows.jsonl"]].concat());
+    let output = succeed(&dir, &[&["eval"], &adapter[..], &["--dataset", "rows.jsonl"]].concat());
     assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "what was asked for is not talk");
 }
 
@@ -303,11 +303,11 @@ fn each_evaluation_is_made_when_its_key_says() {
         (&["eval.steps=3"], &[0, 3, 4]),
         (&["eval.steps=2", "eval.at_end=false"], &[0, 2]),
     ] {
-        let place = Place::new();
+        let dir = TestDir::new();
         let mut args = lora(&["--eval-dataset", "rows.jsonl"]);
         keys.iter().for_each(|key| args.extend(["--set", key]));
-        succeed(&place, &args);
-        let lines = metrics(&place.path("out"));
+        succeed(&dir, &args);
+        let lines = metrics(&dir.path("out"));
         let evaluated = lines.iter().filter(|line| line.get("eval_loss").is_some());
         assert_eq!(
             evaluated.map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
@@ -320,17 +320,17 @@ fn each_evaluation_is_made_when_its_key_says() {
 /// Results and merges can be stored in f16: an adapter, a model, and a merged model.
 #[test]
 fn results_are_stored_in_f16_where_that_is_asked_for() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let stored = |file: &str| -> std::collections::BTreeSet<String> {
-        let path = place.path(file);
+        let path = dir.path(file);
         let files = if path.is_dir() { ModelFiles::open(&path) } else { ModelFiles::open_file(&path) };
         files.unwrap().tensors().map(|(_, info)| format!("{:?}", info.dtype)).collect()
     };
     let f16 = ["--set", "checkpoint.output_dtype=f16", "--set", "train.max_steps=2"];
-    succeed(&place, &lora(&f16));
+    succeed(&dir, &lora(&f16));
     assert_eq!(stored("out/adapter_model.safetensors"), ["F16".to_owned()].into());
     let merge = ["merge", "--model", "model", "--adapter", "out", "--output", "merged", "--dtype", "f16"];
-    succeed(&place, &merge);
+    succeed(&dir, &merge);
     assert_eq!(stored("merged"), ["F16".to_owned()].into());
     let renamed = |arg| match arg {
         "lora" => "full",
@@ -338,7 +338,7 @@ fn results_are_stored_in_f16_where_that_is_asked_for() {
         other => other,
     };
     let full: Vec<&str> = lora(&f16).into_iter().map(renamed).collect();
-    succeed(&place, &full);
+    succeed(&dir, &full);
     assert_eq!(stored("whole"), ["F16".to_owned()].into());
 }
 
@@ -367,17 +367,17 @@ fn the_method_is_called_by_its_name() {
         ),
         (&[], "full", "all weights (full fine-tuning)".into()),
     ] {
-        let place = Place::new();
+        let dir = TestDir::new();
         let recipe = if tag == "full" { "full" } else { "lora" };
         let mut args = lora(&["--set", "train.max_steps=2"]);
         args.iter_mut().filter(|arg| **arg == "lora").for_each(|arg| *arg = recipe);
         keys.iter().for_each(|key| args.extend(["--set", key]));
-        let said = place.told(&succeed(&place, &args).stderr);
+        let said = dir.told(&succeed(&dir, &args).stderr);
         assert!(said.contains(&format!("training {wanted}: ")), "{said}");
-        let card = std::fs::read_to_string(place.path("out/README.md")).unwrap();
+        let card = std::fs::read_to_string(dir.path("out/README.md")).unwrap();
         assert!(card.contains(&format!("tags:\n- finetune\n- \"{tag}\"\n")), "{card}");
         assert!(card.contains(&format!("trained by `finetune` ({wanted}): ")), "{card}");
-        let page = std::fs::read_to_string(place.path("out/report.html")).unwrap();
+        let page = std::fs::read_to_string(dir.path("out/report.html")).unwrap();
         assert!(page.contains(&format!("<dt>method</dt><dd>{wanted}</dd>")), "{page}");
     }
 }
@@ -385,9 +385,9 @@ fn the_method_is_called_by_its_name() {
 /// File and field names that other programs read (docs/formats.md).
 #[test]
 fn a_run_leaves_what_is_promised() {
-    let place = Place::new();
-    succeed(&place, &lora(&["--eval-dataset", "rows.jsonl", "--set", "checkpoint.save_steps=4"]));
-    let mut files: Vec<String> = std::fs::read_dir(place.path("out"))
+    let dir = TestDir::new();
+    succeed(&dir, &lora(&["--eval-dataset", "rows.jsonl", "--set", "checkpoint.save_steps=4"]));
+    let mut files: Vec<String> = std::fs::read_dir(dir.path("out"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
@@ -406,7 +406,7 @@ fn a_run_leaves_what_is_promised() {
     tokenizer.json
     tokenizer_config.json
     ");
-    let lines = metrics(&place.path("out"));
+    let lines = metrics(&dir.path("out"));
     let (steps, evaluations): (Vec<&Value>, Vec<&Value>) =
         lines.iter().partition(|line| line.get("loss").is_some());
     assert_eq!((steps.len(), evaluations.len()), (4, 2));
@@ -449,8 +449,8 @@ mod signals {
     use super::*;
     use crate::at_work::{MAX_STEPS, go_on, has_stopped, stops_at_work};
 
-    fn start(place: &Place, args: &[&str]) -> Child {
-        let mut command = place.command(args);
+    fn start(dir: &TestDir, args: &[&str]) -> Child {
+        let mut command = dir.command(args);
         stops_at_work(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
@@ -467,9 +467,9 @@ mod signals {
     }
 
     /// Waits until metrics.jsonl of `out` has `lines` lines.
-    fn wait_for(place: &Place, child: &mut Child, lines: usize) {
+    fn wait_for(dir: &TestDir, child: &mut Child, lines: usize) {
         loop {
-            let text = std::fs::read_to_string(place.path("out/metrics.jsonl"));
+            let text = std::fs::read_to_string(dir.path("out/metrics.jsonl"));
             if text.is_ok_and(|text| text.lines().count() >= lines) {
                 return;
             }
@@ -488,22 +488,22 @@ mod signals {
 
     #[test]
     fn a_signal_saves_and_the_run_goes_on_from_there() {
-        let place = Place::new();
-        succeed(&place, &long("whole", &[]));
+        let dir = TestDir::new();
+        succeed(&dir, &long("whole", &[]));
         let mut signals = vec!["-INT", "-TERM", "-USR1", "-USR2", "-XCPU"];
         signals.extend((!hangups_are_ignored()).then_some("-HUP"));
         for signal in signals {
             // The previous run ended with a checkpoint of its last logged step.
-            let done = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
-            let mut child = start(&place, &long("out", &["--resume"]));
-            wait_for(&place, &mut child, done.lines().count() + 3);
+            let done = std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap_or_default();
+            let mut child = start(&dir, &long("out", &["--resume"]));
+            wait_for(&dir, &mut child, done.lines().count() + 3);
             has_stopped(&mut child);
             send(signal, &child);
             go_on(&child);
             let output = child.wait_with_output().unwrap();
-            let said = place.told(&output.stderr);
+            let said = dir.told(&output.stderr);
             assert_eq!(output.status.code(), Some(85), "{said}");
-            let step = metrics(&place.path("out")).last().unwrap()["step"].to_string();
+            let step = metrics(&dir.path("out")).last().unwrap()["step"].to_string();
             assert!(!said.contains("error: "), "{said}");
             assert_eq!(
                 said.lines().last().unwrap(),
@@ -511,15 +511,14 @@ mod signals {
                     "stopped after step {step} as asked, saved in out/checkpoint-{step}; go on with `finetune --resume --output out`"
                 )
             );
-            assert!(place.path(&format!("out/checkpoint-{step}/manifest.json")).exists());
-            assert!(!place.path("out/adapter_model.safetensors").exists());
+            assert!(dir.path(&format!("out/checkpoint-{step}/manifest.json")).exists());
+            assert!(!dir.path("out/adapter_model.safetensors").exists());
         }
-        succeed(&place, &long("out", &["--resume"]));
-        let read =
-            |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
+        succeed(&dir, &long("out", &["--resume"]));
+        let read = |folder: &str| std::fs::read(dir.path(folder).join("adapter_model.safetensors")).unwrap();
         assert!(read("out") == read("whole"), "stopped by each signal and continued: the same bytes");
         let losses = |folder: &str| -> Vec<Value> {
-            metrics(&place.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
+            metrics(&dir.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
         };
         assert_eq!(losses("out"), losses("whole"));
     }
@@ -538,19 +537,19 @@ mod signals {
     #[test]
     #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
     fn a_second_ending_signal_ends_at_once() {
-        let place = Place::new();
-        let mut run = place.command(&lora(&[]));
+        let dir = TestDir::new();
+        let mut run = dir.command(&lora(&[]));
         run.env("FINETUNE_FAULT", "0:backward:spin").stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = run.spawn().unwrap();
-        wait_for(&place, &mut child, 0);
+        wait_for(&dir, &mut child, 0);
         for signal in ["-USR1", "-USR1", "-XCPU", "-TERM"] {
             send(signal, &child);
             sleep(Duration::from_millis(100));
             assert!(child.try_wait().unwrap().is_none(), "{signal} ended the run");
         }
         let output = end_at_once(child);
-        assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
-        let saved = std::fs::read_dir(place.path("out"))
+        assert_eq!(output.status.code(), Some(130), "{}", dir.told(&output.stderr));
+        let saved = std::fs::read_dir(dir.path("out"))
             .unwrap()
             .any(|entry| entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
         assert!(!saved);
@@ -559,9 +558,9 @@ mod signals {
     /// Like under `nohup`: a signal that was ignored at the start stays ignored.
     #[test]
     fn an_ignored_hangup_stays_ignored() {
-        let place = Place::new();
+        let dir = TestDir::new();
         let args = long("out", &["--set", "train.max_steps=60"]);
-        let mut run = place.command(&args);
+        let mut run = dir.command(&args);
         stops_at_work(&mut run);
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(run.get_program()).args(run.get_args());
@@ -573,11 +572,11 @@ mod signals {
         }
         shell.current_dir(run.get_current_dir().unwrap());
         let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        wait_for(&place, &mut child, 3);
+        wait_for(&dir, &mut child, 3);
         has_stopped(&mut child);
         send("-HUP", &child);
         go_on(&child);
         let output = child.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(0), "{}", place.told(&output.stderr));
+        assert_eq!(output.status.code(), Some(0), "{}", dir.told(&output.stderr));
     }
 }

@@ -161,8 +161,8 @@ fn losses_of_stories_equal_transformers() -> Result<()> {
 #[test]
 fn the_verbs_say_the_same() -> Result<()> {
     let Some((models, reference, root)) = known()? else { return Ok(()) };
-    let place = tempfile::tempdir().unwrap();
-    let file = place.path().join("stories.jsonl");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("stories.jsonl");
     let records = reference["records"].as_u64().unwrap() as usize;
     let text = std::fs::read_to_string(root.join("data/tinystories.jsonl")).unwrap();
     std::fs::write(&file, text.lines().take(records).collect::<Vec<_>>().join("\n")).unwrap();

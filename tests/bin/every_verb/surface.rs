@@ -15,8 +15,8 @@ use clap::CommandFactory;
 use finetune::cli::Cli;
 
 use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
-use crate::place::{Place, golden};
 use crate::skipped::skipped;
+use crate::test_dir::{TestDir, golden};
 
 /// Part of every secret.
 const CANARY: &str = "canary";
@@ -32,10 +32,10 @@ const SECRETS: [(&str, &str); 7] = [
 ];
 
 /// The binary with every secret, online, and with full panic output.
-fn command(place: &Place, args: &[&str]) -> Command {
-    let mut command = place.command(args);
+fn command(dir: &TestDir, args: &[&str]) -> Command {
+    let mut command = dir.command(args);
     command.env_remove("HF_HUB_OFFLINE").env("RUST_BACKTRACE", "1").env("RAYON_NUM_THREADS", "1");
-    command.env("XDG_CACHE_HOME", place.path("cache")).envs(SECRETS);
+    command.env("XDG_CACHE_HOME", dir.path("cache")).envs(SECRETS);
     for name in ["NO_PROXY", "no_proxy", "http_proxy", "https_proxy", "all_proxy"] {
         command.env_remove(name);
     }
@@ -79,8 +79,8 @@ fn forbid_sockets(command: &mut Command) {
 fn forbid_sockets(_command: &mut Command) {}
 
 /// Returns true if this machine can forbid sockets; otherwise prints that it cannot.
-fn can_forbid_sockets(place: &Place) -> bool {
-    let mut probe = command(place, &["recipes"]);
+fn can_forbid_sockets(dir: &TestDir) -> bool {
+    let mut probe = command(dir, &["recipes"]);
     forbid_sockets(&mut probe);
     match probe.output() {
         Ok(_) if cfg!(target_os = "linux") => true,
@@ -113,8 +113,8 @@ fn check_files(folder: &Path) -> usize {
             files += check_files(&path);
         } else if path.file_name() != Some(OsStr::new("token")) {
             let bytes = std::fs::read(&path).unwrap();
-            let found = bytes.windows(CANARY.len()).any(|window| window == CANARY.as_bytes());
-            assert!(!found, "a secret in {}", path.display());
+            let has_secret = bytes.windows(CANARY.len()).any(|window| window == CANARY.as_bytes());
+            assert!(!has_secret, "a secret in {}", path.display());
             files += 1;
         }
     }
@@ -196,13 +196,13 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
 
 #[test]
 fn no_local_command_opens_a_socket_or_shows_a_secret() {
-    let place = Place::new();
-    place.write("few.jsonl", "{\"text\":\"ask and answer\"}\n{\"text\":\"another row\"}\n");
-    place.write("bad.jsonl", "{\"text\":\n");
-    let filtered = can_forbid_sockets(&place);
+    let dir = TestDir::new();
+    dir.write("few.jsonl", "{\"text\":\"ask and answer\"}\n{\"text\":\"another row\"}\n");
+    dir.write("bad.jsonl", "{\"text\":\n");
+    let filtered = can_forbid_sockets(&dir);
     let mut verbs: BTreeSet<&str> = BTreeSet::new();
     for (code, args) in local_commands() {
-        let mut command = command(&place, &args);
+        let mut command = command(&dir, &args);
         if filtered {
             forbid_sockets(&mut command);
         }
@@ -223,15 +223,15 @@ fn no_local_command_opens_a_socket_or_shows_a_secret() {
         "a verb is not among the commands"
     );
     if cfg!(debug_assertions) {
-        show_no_secret_in_a_panic(&place);
+        show_no_secret_in_a_panic(&dir);
     }
-    let files = check_files(&place.path(""));
+    let files = check_files(&dir.path(""));
     assert!(files > 30, "only {files} files were looked through");
 }
 
 /// A panic of a rank, with its backtrace. Release builds plant no fault.
-fn show_no_secret_in_a_panic(place: &Place) {
-    let mut panicking = command(place, &[&TRAIN[..], &["--recipe", "lora", "--output", "fault"]].concat());
+fn show_no_secret_in_a_panic(dir: &TestDir) {
+    let mut panicking = command(dir, &[&TRAIN[..], &["--recipe", "lora", "--output", "fault"]].concat());
     let output = panicking.env("FINETUNE_FAULT", "0:backward:panic").output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
     check_output("a panic", &output);
@@ -240,12 +240,12 @@ fn show_no_secret_in_a_panic(place: &Place) {
 /// Shows that the filter works: a hub id opens a socket, and the filter kills the process.
 #[test]
 fn a_hub_id_opens_a_socket_unless_the_run_is_offline() {
-    let place = Place::new();
-    if !can_forbid_sockets(&place) {
+    let dir = TestDir::new();
+    if !can_forbid_sockets(&dir) {
         return;
     }
     let run = |args: &[&str], variables: &[(&str, &str)]| {
-        let mut command = command(&place, args);
+        let mut command = command(&dir, args);
         // Nothing listens on this port; an address is enough to create a socket.
         command.env("HF_ENDPOINT", "http://127.0.0.1:9").envs(variables.iter().copied());
         forbid_sockets(&mut command);
@@ -285,9 +285,9 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     let repo = tiny(Access::Private { good: TOKEN });
     let commit = repo.commit();
     let hub = HubDouble::start(vec![repo]);
-    let place = Place::new();
+    let dir = TestDir::new();
     let run = |args: &[&str]| {
-        let output = command(&place, args).env("HF_ENDPOINT", hub.url()).output().unwrap();
+        let output = command(&dir, args).env("HF_ENDPOINT", hub.url()).output().unwrap();
         check_output(&args.join(" "), &output);
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
@@ -298,7 +298,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     assert_eq!(code, Some(0), "{stderr}");
     assert!(hub.requests().iter().all(|request| request.authorization.is_some()));
     // The run records what it trained on.
-    let record = std::fs::read_to_string(place.path("out").join(".finetune/run.json")).unwrap();
+    let record = std::fs::read_to_string(dir.path("out").join(".finetune/run.json")).unwrap();
     let record: serde_json::Value = serde_json::from_str(&record).unwrap();
     assert_eq!(record["sources"], serde_json::json!({"ada/tiny": commit}));
     let echo = |name: &'static str, value: &str| vec![(name, format!("{value}{TOKEN}"))];
@@ -337,7 +337,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     let (code, stderr) = run(&["inspect", "ada/tiny", "-v"]);
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stderr.contains("trying again"), "{stderr}");
-    assert!(check_files(&place.path("")) > 10);
+    assert!(check_files(&dir.path("")) > 10);
 }
 
 /// The token of a file is used; a file that others can read is refused.
@@ -345,15 +345,15 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
 fn the_token_of_a_file_is_shown_nowhere() {
     use std::os::unix::fs::PermissionsExt;
     let hub = HubDouble::start(vec![tiny(Access::Private { good: TOKEN })]);
-    let place = Place::new();
-    std::fs::create_dir_all(place.path("hf")).unwrap();
-    let token = place.path("hf/token");
+    let dir = TestDir::new();
+    std::fs::create_dir_all(dir.path("hf")).unwrap();
+    let token = dir.path("hf/token");
     std::fs::write(&token, TOKEN).unwrap();
     let args = ["inspect", "ada/tiny", "-v"];
     for (mode, code) in [(0o600, 0), (0o644, 1)] {
         std::fs::set_permissions(&token, std::fs::Permissions::from_mode(mode)).unwrap();
         for (args, code) in [(&args[..], code), (&["inspect", "model", "-v"], 0), (&["doctor"], 0)] {
-            let mut command = command(&place, args);
+            let mut command = command(&dir, args);
             let output = command.env("HF_ENDPOINT", hub.url()).env_remove("HF_TOKEN").output().unwrap();
             let stderr = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(code), "{mode:o} {args:?}: {stderr}");
@@ -361,14 +361,14 @@ fn the_token_of_a_file_is_shown_nowhere() {
             check_output(&format!("{mode:o} {args:?}"), &output);
         }
     }
-    check_files(&place.path(""));
+    check_files(&dir.path(""));
 }
 
 /// User and password of a proxy that does not answer.
 #[test]
 fn the_password_of_a_proxy_is_shown_nowhere() {
-    let place = Place::new();
-    let mut command = command(&place, &["inspect", "ada/tiny", "-v"]);
+    let dir = TestDir::new();
+    let mut command = command(&dir, &["inspect", "ada/tiny", "-v"]);
     let output = command.env("HF_ENDPOINT", "http://hub.invalid").output().unwrap();
     assert_eq!(output.status.code(), Some(75), "{}", String::from_utf8_lossy(&output.stderr));
     check_output("a proxy that does not answer", &output);
@@ -377,10 +377,10 @@ fn the_password_of_a_proxy_is_shown_nowhere() {
 /// A number of threads that would exhaust the machine, or a word that rayon would ignore.
 #[test]
 fn a_number_of_threads_that_cannot_be_is_refused() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for (value, args) in [("1000000", &["doctor"][..]), ("two", &["recipes"]), ("-1", &["inspect", "model"])]
     {
-        let output = command(&place, args).env("RAYON_NUM_THREADS", value).output().unwrap();
+        let output = command(&dir, args).env("RAYON_NUM_THREADS", value).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{value}: {stderr}");
         let said =

@@ -3,18 +3,18 @@
 
 use std::path::Path;
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Returns exit code, stdout and stderr of a command.
-fn told(place: &Place, args: &[&str]) -> (i32, String, String) {
-    let output = place.command(args).output().unwrap();
-    let (out, err) = (place.told(&output.stdout), place.told(&output.stderr));
+fn told(dir: &TestDir, args: &[&str]) -> (i32, String, String) {
+    let output = dir.command(args).output().unwrap();
+    let (out, err) = (dir.told(&output.stdout), dir.told(&output.stderr));
     (output.status.code().unwrap(), out, err)
 }
 
 /// Returns the stdout of a command that must succeed.
-fn done(place: &Place, args: &[&str]) -> String {
-    let (code, out, err) = told(place, args);
+fn done(dir: &TestDir, args: &[&str]) -> String {
+    let (code, out, err) = told(dir, args);
     assert_eq!(code, 0, "{args:?}\n{err}");
     out
 }
@@ -25,22 +25,22 @@ fn read(path: &Path) -> String {
 
 #[test]
 fn train_and_help_are_verbs() {
-    let place = Place::new();
-    let dry = |verb: &[&'static str]| done(&place, &[verb, &lora(&["--dry-run"])].concat());
+    let dir = TestDir::new();
+    let dry = |verb: &[&'static str]| done(&dir, &[verb, &lora(&["--dry-run"])].concat());
     assert_eq!(dry(&["train"]), dry(&[]));
-    let (code, _, help) = told(&place, &["train"]);
+    let (code, _, help) = told(&dir, &["train"]);
     assert!(code == 2 && help.contains("Usage: finetune train [OPTIONS]"), "{help}");
-    assert_eq!(done(&place, &["help"]), done(&place, &["--help"]));
-    assert_eq!(done(&place, &["help", "plan"]), done(&place, &["plan", "--help"]));
-    assert_eq!(done(&place, &["help", "train"]), done(&place, &["train", "--help"]));
+    assert_eq!(done(&dir, &["help"]), done(&dir, &["--help"]));
+    assert_eq!(done(&dir, &["help", "plan"]), done(&dir, &["plan", "--help"]));
+    assert_eq!(done(&dir, &["help", "train"]), done(&dir, &["train", "--help"]));
 }
 
 #[test]
 fn common_settings_are_flags() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let resolved = |more: &[&'static str]| {
         let args = ["--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora", "--dry-run"];
-        done(&place, &[&args, more].concat())
+        done(&dir, &[&args, more].concat())
     };
     let flags =
         ["--lr", "3e-4", "--epochs", "2", "--batch", "4", "--seq-len", "128", "--lora-r", "8", "--seed", "7"];
@@ -62,20 +62,20 @@ fn common_settings_are_flags() {
         resolved(&["--lr", "3e-4", "--set", "optimizer.learning_rate=5e-4"])
             .contains("learning_rate = 0.0005")
     );
-    let refused = |more: &[&'static str]| told(&place, &lora(more)).2;
+    let refused = |more: &[&'static str]| told(&dir, &lora(more)).2;
     assert!(refused(&["--lr", "fast"]).contains("--lr: `optimizer.learning_rate` is \"fast\""));
     assert!(refused(&["--lr", "-1"]).contains("--lr: `optimizer.learning_rate` is -1"));
     assert!(refused(&["--steps", "3", "--epochs", "2"]).contains("cannot be used with"));
     // A length in epochs overrides the steps of a recipe.
-    place.write("steps.toml", "[train]\nmax_steps = 3\n[optimizer]\nlearning_rate = 1e-3\n");
+    dir.write("steps.toml", "[train]\nmax_steps = 3\n[optimizer]\nlearning_rate = 1e-3\n");
     let args = ["--model", "model", "--dataset", "rows.jsonl", "--recipe", "steps.toml", "--dry-run"];
-    assert!(done(&place, &args).contains("max_steps = 3"));
-    assert!(!done(&place, &[&args[..], &["--epochs", "2"]].concat()).contains("max_steps"));
+    assert!(done(&dir, &args).contains("max_steps = 3"));
+    assert!(!done(&dir, &[&args[..], &["--epochs", "2"]].concat()).contains("max_steps"));
 }
 
 #[test]
 fn flags_of_other_trainers_lead_to_ours() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for (typed, wanted) in [
         (&["--learning_rate", "1e-4"][..], "write `--lr VALUE` or `--set optimizer.learning_rate=VALUE`"),
         (&["train", "--num_train_epochs=3"], "write `--epochs VALUE` or `--set train.epochs=VALUE`"),
@@ -88,19 +88,19 @@ fn flags_of_other_trainers_lead_to_ours() {
         (&["--warmup-ratio", "0.1"], "write `--set scheduler.warmup_ratio=VALUE`"),
         (&["--max_samples", "100"], "write `--dataset 'FILE?limit=1000'`"),
     ] {
-        let (code, _, err) = told(&place, typed);
+        let (code, _, err) = told(&dir, typed);
         assert!(code == 2 && err.contains(wanted) && err.matches("tip:").count() == 1, "{typed:?}\n{err}");
     }
-    let (_, _, err) = told(&place, &["merge", "--learning_rate", "1"]);
+    let (_, _, err) = told(&dir, &["merge", "--learning_rate", "1"]);
     assert!(!err.contains("--lr"), "{err}");
 }
 
 #[test]
 fn words_of_other_trainers_lead_to_ours_in_recipes() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let refused = |text: &str| {
-        place.write("r.toml", text);
-        let (code, _, err) = told(&place, &["--recipe", "r.toml", "--dry-run"]);
+        dir.write("r.toml", text);
+        let (code, _, err) = told(&dir, &["--recipe", "r.toml", "--dry-run"]);
         assert_eq!(code, 1, "{err}");
         err
     };
@@ -140,53 +140,53 @@ fn words_of_other_trainers_lead_to_ours_in_recipes() {
 
 #[test]
 fn resume_alone_takes_everything_from_the_folder() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let saves = ["--set", "checkpoint.save_steps=2", "--eval-dataset", "rows.jsonl"];
-    done(&place, &lora(&saves));
+    done(&dir, &lora(&saves));
     // Four steps more, whichever flag names the folder; flags override the recipe.
     for (args, steps) in [
         (&["--resume", "--output", "out", "--steps", "6"][..], 6),
         (&["--resume", "out", "--steps", "8"], 8),
         (&["train", "--resume", "out/checkpoint-8", "--set", "train.max_steps=10"], 10),
     ] {
-        done(&place, args);
-        let lines = read(&place.path("out/metrics.jsonl"));
+        done(&dir, args);
+        let lines = read(&dir.path("out/metrics.jsonl"));
         let last = lines.lines().rfind(|line| line.contains("\"loss\"")).unwrap();
         assert!(last.contains(&format!("\"step\":{steps},")), "{last}");
     }
-    let (code, _, err) = told(&place, &["--resume", "--output", "nothing"]);
+    let (code, _, err) = told(&dir, &["--resume", "--output", "nothing"]);
     assert_eq!(code, 1);
     assert!(err.contains("nothing/recipe.toml is missing, which every run writes"), "{err}");
     // One sentence for a folder without a run.
-    std::fs::create_dir(place.path("foreign")).unwrap();
-    place.write("foreign/notes", "mine");
-    let (code, _, err) = told(&place, &[&lora(&["--resume"])[..], &["--output", "foreign"]].concat());
+    std::fs::create_dir(dir.path("foreign")).unwrap();
+    dir.write("foreign/notes", "mine");
+    let (code, _, err) = told(&dir, &[&lora(&["--resume"])[..], &["--output", "foreign"]].concat());
     assert!(code != 0 && !err.contains("starting from the beginning"), "{err}");
 }
 
 #[test]
 fn a_recipe_of_two_ranks_repeats_and_resumes_on_one() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more =
         ["--ranks", "2", "--set", "checkpoint.save_steps=2", "--set", "train.gradient_accumulation_steps=1"];
-    done(&place, &lora(&more));
-    let recipe = read(&place.path("out/recipe.toml"));
+    done(&dir, &lora(&more));
+    let recipe = read(&dir.path("out/recipe.toml"));
     assert!(recipe.starts_with("# Trained by 2 ranks with strategy \"ddp\"."), "{recipe}");
     assert!(recipe.contains("strategy = \"auto\""), "{recipe}");
-    done(&place, &["--resume", "--output", "out", "--steps", "6"]);
-    done(&place, &["--recipe", "out/recipe.toml", "--output", "again"]);
+    done(&dir, &["--resume", "--output", "out", "--steps", "6"]);
+    done(&dir, &["--recipe", "out/recipe.toml", "--output", "again"]);
 }
 
 #[test]
 fn names_without_an_owner_are_paths() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let online = |args: &[&str]| {
         // Nothing answers at this hub's address: the command must not ask it.
-        let mut command = place.command(args);
+        let mut command = dir.command(args);
         command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://127.0.0.1:9");
         let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{args:?}");
-        place.told(&output.stderr)
+        dir.told(&output.stderr)
     };
     let eval = |data: &'static str| ["eval", "--model", "model", "--dataset", data];
     for (args, wanted) in [
@@ -203,45 +203,45 @@ fn names_without_an_owner_are_paths() {
 
 #[test]
 fn the_adapter_names_its_model() {
-    let place = Place::new();
-    done(&place, &lora(&[]));
+    let dir = TestDir::new();
+    done(&dir, &lora(&[]));
     let adapter = ["--adapter", "out"];
-    let with = |args: &[&'static str]| done(&place, &[args, &adapter].concat());
+    let with = |args: &[&'static str]| done(&dir, &[args, &adapter].concat());
     let prompt = ["generate", "--prompt", "the island", "--max-new-tokens", "4"];
     assert_eq!(with(&prompt), with(&[&prompt[..], &["--model", "model"]].concat()));
     assert!(with(&["eval", "--dataset", "rows.jsonl"]).contains("loss"));
     with(&["merge", "--output", "merged"]);
     with(&["export", "--format", "gguf", "--output", "adapter.gguf"]);
     with(&["export", "--merge", "--format", "gguf", "--output", "merged.gguf"]);
-    let (_, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    let (_, _, err) = told(&dir, &[&prompt[..], &adapter].concat());
     assert!(err.contains("model [DIR]/model, which the adapter names"), "{err}");
     // The adapter names no base, or a missing one.
-    let config = read(&place.path("out/adapter_config.json"));
-    std::fs::rename(place.path("model"), place.path("moved")).unwrap();
-    let (code, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    let config = read(&dir.path("out/adapter_config.json"));
+    std::fs::rename(dir.path("model"), dir.path("moved")).unwrap();
+    let (code, _, err) = told(&dir, &[&prompt[..], &adapter].concat());
     assert_eq!(code, 1);
     assert!(
         err.contains("cannot find the model of adapter out") && err.contains("add `--model MODEL`"),
         "{err}"
     );
-    let real = place.path("model").display().to_string();
-    place.write("out/adapter_config.json", &config.replace(&format!("\"{real}\""), "null"));
-    let (code, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    let real = dir.path("model").display().to_string();
+    dir.write("out/adapter_config.json", &config.replace(&format!("\"{real}\""), "null"));
+    let (code, _, err) = told(&dir, &[&prompt[..], &adapter].concat());
     assert!(code == 1 && err.contains("has no `base_model_name_or_path`"), "{err}");
-    let (code, _, err) = told(&place, &prompt);
+    let (code, _, err) = told(&dir, &prompt);
     assert!(code == 2 && err.contains("--model"), "{err}");
 }
 
 /// Manual pages are roff, for the program and for one verb.
 #[test]
 fn manual_pages() {
-    let place = Place::new();
-    let whole = place.said(&["completions", "man"]);
+    let dir = TestDir::new();
+    let whole = dir.said(&["completions", "man"]);
     assert!(whole.contains("\n.TH finetune 1 ") && whole.contains("finetune\\-plan(1)"), "{whole}");
-    let plan = place.said(&["completions", "man", "plan"]);
+    let plan = dir.said(&["completions", "man", "plan"]);
     assert!(plan.contains("\n.TH finetune-plan 1 ") && plan.contains("\\-\\-price"), "{plan}");
-    let unknown = place.refused(&["completions", "man", "plant"]);
+    let unknown = dir.refused(&["completions", "man", "plant"]);
     assert!(unknown.contains("the verb is `plant`; accepted: train, plan, "), "{unknown}");
-    let part = place.refused(&["completions", "bash", "plan"]);
+    let part = dir.refused(&["completions", "bash", "plan"]);
     assert!(part.contains("cannot print a part of a completion script"), "{part}");
 }

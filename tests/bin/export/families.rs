@@ -178,8 +178,8 @@ fn named(model: &str, name: &str) -> String {
     ] {
         name = name.replace(from, to);
     }
-    let found = NAMES.iter().find(|(from, _)| name.contains(from));
-    found.map_or(name.clone(), |(from, to)| name.replace(from, to))
+    let pair = NAMES.iter().find(|(from, _)| name.contains(from));
+    pair.map_or(name.clone(), |(from, to)| name.replace(from, to))
 }
 
 /// A tensor of some shape.
@@ -244,14 +244,14 @@ fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(Strin
     let columns = array.0.last().copied().unwrap_or(1);
     let ours = named(model, name);
     let one = |array: Array| vec![(ours.clone(), array)];
-    let place = |part: &str| format!("{}.{part}", ours.split('.').take(2).collect::<Vec<_>>().join("."));
+    let of_block = |part: &str| format!("{}.{part}", ours.split('.').take(2).collect::<Vec<_>>().join("."));
     match () {
         () if model == "tiny-gpt-oss" && name.contains("experts") => {
             let is_bias = name.ends_with("_bias");
             let array = if is_bias { array.clone() } else { array.permuted(&[0, 2, 1]) };
             let end = if is_bias { "bias" } else { "weight" };
             if name.contains("down_proj") {
-                return vec![(place(&format!("ffn_down_exps.{end}")), array)];
+                return vec![(of_block(&format!("ffn_down_exps.{end}")), array)];
             }
             let (experts, inner) = (array.0[0], array.0[1] / 2);
             let rest = array.1.len() / experts / inner / 2;
@@ -261,8 +261,8 @@ fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(Strin
                 if is_bias { half.view(&[experts, inner]) } else { half.view(&[experts, inner, rest]) }
             };
             vec![
-                (place(&format!("ffn_gate_exps.{end}")), part(0)),
-                (place(&format!("ffn_up_exps.{end}")), part(1)),
+                (of_block(&format!("ffn_gate_exps.{end}")), part(0)),
+                (of_block(&format!("ffn_up_exps.{end}")), part(1)),
             ]
         }
         // Keys, which another test reads.
@@ -272,22 +272,22 @@ fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(Strin
             let array = array.permuted(&[0, 2, 1]);
             let inner = array.0[1] / 2;
             if name.contains("down_proj") {
-                return vec![(place("ffn_down_exps.weight"), array)];
+                return vec![(of_block("ffn_down_exps.weight"), array)];
             }
             vec![
-                (place("ffn_gate_exps.weight"), array.middle(0, inner)),
-                (place("ffn_up_exps.weight"), array.middle(inner, 2 * inner)),
+                (of_block("ffn_gate_exps.weight"), array.middle(0, inner)),
+                (of_block("ffn_up_exps.weight"), array.middle(inner, 2 * inner)),
             ]
         }
         () if name.contains("gate_up_proj") || name.contains("input_linear") => {
             let inner = array.0[1] / 2;
             vec![
-                (place("ffn_gate_exps.weight"), array.middle(0, inner)),
-                (place("ffn_up_exps.weight"), array.middle(inner, 2 * inner)),
+                (of_block("ffn_gate_exps.weight"), array.middle(0, inner)),
+                (of_block("ffn_up_exps.weight"), array.middle(inner, 2 * inner)),
             ]
         }
         () if name.contains("output_linear") || name.ends_with("experts.down_proj") => {
-            vec![(place("ffn_down_exps.weight"), array.clone())]
+            vec![(of_block("ffn_down_exps.weight"), array.clone())]
         }
         () if name.contains("query_key_value") => {
             let heads = size("num_attention_heads");
@@ -309,8 +309,8 @@ fn arranged(model: &str, config: &Json, name: &str, array: &Array) -> Vec<(Strin
                 (size("num_attention_heads"), size("qk_nope_head_dim"), size("v_head_dim"));
             let by_head = array.view(&[heads, plain + value, columns]);
             vec![
-                (place("attn_k_b.weight"), by_head.middle(0, plain).permuted(&[0, 2, 1])),
-                (place("attn_v_b.weight"), {
+                (of_block("attn_k_b.weight"), by_head.middle(0, plain).permuted(&[0, 2, 1])),
+                (of_block("attn_v_b.weight"), {
                     let values = by_head.middle(plain, plain + value);
                     values.view(&[heads, value, columns])
                 }),
@@ -379,8 +379,8 @@ fn delta(model: &str, config: &Json, name: &str, array: &Array, ours: &str) -> V
             let values = 2 * width + each * width;
             let qkv =
                 part(0, width).followed_by(&part(width, 2 * width)).followed_by(&part(2 * width, values));
-            let place = |part: &str| ours.split('.').take(2).chain([part]).collect::<Vec<_>>().join(".");
-            vec![(place("attn_qkv.weight"), qkv), (place("attn_gate.weight"), part(values, row))]
+            let of_block = |part: &str| ours.split('.').take(2).chain([part]).collect::<Vec<_>>().join(".");
+            vec![(of_block("attn_qkv.weight"), qkv), (of_block("attn_gate.weight"), part(values, row))]
         }
         () if name.contains("A_log") => {
             let rates = Array(array.0.clone(), array.1.iter().map(|value| -value.exp()).collect());
@@ -411,27 +411,27 @@ fn folder(model: &str, change: Option<Change>) -> (Option<tempfile::TempDir>, Pa
     match change {
         None => (None, own),
         Some(change) if ["tiny-llama4", "tiny-lfm2-moe"].contains(&model) => {
-            let place = changed(model, change);
-            let path = place.path().to_owned();
-            (Some(place), path)
+            let dir = changed(model, change);
+            let path = dir.path().to_owned();
+            (Some(dir), path)
         }
         Some(change) => {
-            let place = noise(&format!("families/models/{model}"), change);
-            let path = place.path().to_owned();
-            (Some(place), path)
+            let dir = noise(&format!("families/models/{model}"), change);
+            let path = dir.path().to_owned();
+            (Some(dir), path)
         }
     }
 }
 
 /// A golden model with a changed config.json.
 fn changed(model: &str, change: impl Fn(&mut Json)) -> tempfile::TempDir {
-    let place = tempfile::tempdir().unwrap();
-    copy_folder(&golden("families/models").join(model), place.path());
-    let path = place.path().join("config.json");
+    let dir = tempfile::tempdir().unwrap();
+    copy_folder(&golden("families/models").join(model), dir.path());
+    let path = dir.path().join("config.json");
     let mut config = read_json(&path);
     change(&mut config);
     std::fs::write(&path, config.to_string()).unwrap();
-    place
+    dir
 }
 
 #[test]
@@ -446,9 +446,10 @@ fn f32_holds_every_arrangement_to_the_bit() {
         for (name, array) in together(&folder) {
             for (ours, Array(shape, wanted)) in arranged(model, &config, &name, &array) {
                 let info = read.content.tensor_infos.get(&ours).unwrap_or_else(|| panic!("{model}: {ours}"));
-                let (found, stacked) = (info.shape.dims(), shape.iter().product::<usize>());
-                let same = found == shape || found.len() == 3 && found.iter().product::<usize>() == stacked;
-                assert!(same, "{model}: {ours}: {found:?}, {shape:?}");
+                let (actual, stacked) = (info.shape.dims(), shape.iter().product::<usize>());
+                let same =
+                    actual == shape || actual.len() == 3 && actual.iter().product::<usize>() == stacked;
+                assert!(same, "{model}: {ours}: {actual:?}, {shape:?}");
                 let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 assert!(bits(read.values(&ours)) == bits(wanted), "{model}: {ours}");
                 left.remove(ours.as_str());
@@ -467,14 +468,14 @@ fn mixers_have_their_keys() {
     let number = |model: &str, keys: &[(&str, u32)]| {
         let (_, arch, change) = MODELS.into_iter().find(|(name, ..)| *name == model).unwrap();
         let (_kept, folder) = folder(model, change);
-        let (place, read) = exported(&folder, "bf16");
+        let (dir, read) = exported(&folder, "bf16");
         for (key, wanted) in keys {
             let value = read.value(&format!("{arch}.{key}"));
-            let found = value.to_u32().ok().or(value.to_bool().ok().map(u32::from));
-            let found = found.or(value.to_f32().ok().map(|found| (found * 1e6).round() as u32)).unwrap();
-            assert_eq!(found, *wanted, "{model}: {key}");
+            let actual = value.to_u32().ok().or(value.to_bool().ok().map(u32::from));
+            let actual = actual.or(value.to_f32().ok().map(|actual| (actual * 1e6).round() as u32)).unwrap();
+            assert_eq!(actual, *wanted, "{model}: {key}");
         }
-        (place, read)
+        (dir, read)
     };
     number(
         "tiny-deepseek-v3",
@@ -577,15 +578,15 @@ fn mixers_have_their_keys() {
     let tensors = stored(&golden("families/models/tiny-apertus"));
     for key in ["alpha_p", "alpha_n", "beta", "eps"] {
         let list = apertus.list(&format!("xielu.{key}"));
-        let found: Vec<f32> = list.iter().map(|value| value.to_f32().unwrap()).collect();
+        let actual: Vec<f32> = list.iter().map(|value| value.to_f32().unwrap()).collect();
         let wanted = [0, 1].map(|layer| tensors[&format!("model.layers.{layer}.mlp.act_fn.{key}")].1[0]);
-        assert_eq!(found, wanted, "{key}");
+        assert_eq!(actual, wanted, "{key}");
     }
     // Latents have an epsilon of their own.
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for (model, has_note) in [("tiny-glm4-moe-lite", true), ("tiny-deepseek-v3", false)] {
         let folder = golden("families/models").join(model);
-        let notes = export(&folder, "bf16", &place.path().join(model)).unwrap().notes;
+        let notes = export(&folder, "bf16", &dir.path().join(model)).unwrap().notes;
         assert_eq!(notes.iter().any(|note| note.contains("1e-5 instead of 1e-6")), has_note, "{notes:?}");
     }
     // Hunyuan's base, stretched once: 10000 · 1000^(16 / 14).
@@ -604,8 +605,8 @@ fn numbers(read: &Read, key: &str) -> Vec<i32> {
 fn other_mixers_are_refused() {
     let refuses = |model: &str, key: &str, value: Json, fault: &str| {
         let folder = noise(&format!("families/models/{model}"), |config| config[key] = value.clone());
-        let place = tempfile::tempdir().unwrap();
-        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).expect_err(model);
+        let dir = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &dir.path().join("m.gguf")).expect_err(model);
         let causes = refused.causes().join("; ");
         assert!(causes.contains(fault), "{model} {key}: {causes}");
     };
@@ -630,8 +631,8 @@ fn other_mixers_are_refused() {
         config["num_kv_shared_layers"] = json!(6);
     };
     let folder = noise("families/models/tiny-gemma4-e2b", one_own);
-    let place = tempfile::tempdir().unwrap();
-    let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).expect_err("one own layer");
+    let dir = tempfile::tempdir().unwrap();
+    let refused = export(folder.path(), "f32", &dir.path().join("m.gguf")).expect_err("one own layer");
     assert!(
         refused.causes().join("; ").contains("layer 1 without keys and values of its own"),
         "{refused:?}"
@@ -656,8 +657,8 @@ fn other_mixers_are_refused() {
             }
             config[key] = value.clone();
         });
-        let place = tempfile::tempdir().unwrap();
-        let refused = export(folder.path(), "f32", &place.path().join("m.gguf")).expect_err(key);
+        let dir = tempfile::tempdir().unwrap();
+        let refused = export(folder.path(), "f32", &dir.path().join("m.gguf")).expect_err(key);
         let causes = refused.causes().join("; ");
         assert!(causes.contains(fault), "{key}: {causes}");
     }
@@ -668,12 +669,12 @@ fn other_mixers_are_refused() {
 #[test]
 fn an_adapter_on_experts_is_stacked() {
     let adapter = |name: &str| golden("families/train").join(name).join("adapter_final");
-    let write = |model: &str, name: &str, place: &Path| {
+    let write = |model: &str, name: &str, dir: &Path| {
         let base = golden("families/models").join(model);
-        gguf::write_adapter(&config_of(&base), &adapter(name), "a", "f32".parse().unwrap(), place)
+        gguf::write_adapter(&config_of(&base), &adapter(name), "a", "f32".parse().unwrap(), dir)
     };
-    let place = tempfile::tempdir().unwrap();
-    let path = place.path().join("a.gguf");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.gguf");
     write("tiny-gpt-oss", "lora_experts_gpt-oss", &path).unwrap();
     let read = Read::open(&path);
     let shape = |name: &str| read.content.tensor_infos[name].shape.dims().to_vec();
@@ -685,7 +686,7 @@ fn an_adapter_on_experts_is_stacked() {
     let (gates, ups) = (read.values(&format!("{gate}.lora_b")), read.values(&format!("{up}.lora_b")));
     assert!(gates != ups && gates.len() == ups.len());
     // Halves of Llama 4's: gates come first.
-    let path = place.path().join("l.gguf");
+    let path = dir.path().join("l.gguf");
     write("tiny-llama4", "lora_experts_llama4", &path).unwrap();
     let read = Read::open(&path);
     let [gate, up, down] = ["gate", "up", "down"].map(|part| format!("blk.1.ffn_{part}_exps.weight"));
@@ -702,7 +703,7 @@ fn an_adapter_on_experts_is_stacked() {
         ("tiny-gemma4-moe", "lora_experts_gemma4-moe", "leaves out the factor of each expert"),
         ("tiny-gemma4-e2b", "lora_gemma4-e2b", "which llama.cpp computes without adapters"),
     ] {
-        let refused = write(model, name, &place.path().join(model)).expect_err(model);
+        let refused = write(model, name, &dir.path().join(model)).expect_err(model);
         assert!(refused.causes().join("; ").contains(fault), "{refused:?}");
     }
 }

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::logits::floats;
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 use finetune::weights::ModelFiles;
 use half::bf16;
 use insta::assert_snapshot;
@@ -42,31 +42,31 @@ const CASES: [Case; 16] = [
     Case { model: "qbases/models/tiny-mxfp4", adapter: "qbases/train/lora_mxfp4", least: 0.9 },
 ];
 
-fn place(model: &str, adapter: &str) -> Place {
-    let place = Place::new();
+fn test_dir(model: &str, adapter: &str) -> TestDir {
+    let dir = TestDir::new();
     let tokenizer = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
-    let kept = tokenizer.map(|name| std::fs::read(place.path("model").join(name)).unwrap());
-    std::fs::remove_dir_all(place.path("model")).unwrap();
-    copy_folder(&golden(model), &place.path("model"));
-    for (name, bytes) in tokenizer.iter().zip(kept) {
-        let path = place.path("model").join(name);
+    let originals = tokenizer.map(|name| std::fs::read(dir.path("model").join(name)).unwrap());
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
+    copy_folder(&golden(model), &dir.path("model"));
+    for (name, bytes) in tokenizer.iter().zip(originals) {
+        let path = dir.path("model").join(name);
         if !path.exists() {
             std::fs::write(path, bytes).unwrap();
         }
     }
     if adapter.is_empty() {
-        train(&place, &[]);
+        train(&dir, &[]);
     } else {
-        copy_folder(&golden(adapter).join("adapter_final"), &place.path("adapter"));
+        copy_folder(&golden(adapter).join("adapter_final"), &dir.path("adapter"));
     }
-    place
+    dir
 }
 
 /// Trains an adapter of the model that changes its weights by more than rounding.
-fn train(place: &Place, more: &[&str]) {
+fn train(dir: &TestDir, more: &[&str]) {
     let mut args = lora(&[&["--set", "optimizer.learning_rate=0.02"], more].concat());
     args[7] = "adapter";
-    place.said(&args);
+    dir.said(&args);
 }
 
 fn json_of(path: &Path) -> Value {
@@ -88,31 +88,31 @@ fn distance(one: &[f32], other: &[f32]) -> f64 {
 #[test]
 fn every_format_is_written_again() {
     for Case { model, adapter, least } in CASES {
-        let place = place(model, adapter);
+        let dir = test_dir(model, adapter);
         // bitsandbytes' formats get the codes that they get from the merged model in f32.
         let kind = model.strip_prefix("quant/tiny-llama-bnb-");
-        written_again(&place, model, least, kind);
+        written_again(&dir, model, least, kind);
         let generate = ["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"];
-        place.said(&generate);
+        dir.said(&generate);
     }
 }
 
 /// Checks a merge of `adapter` into the format of `model`, which keeps at least the share `least`
 /// of its effect; `kind` is a format of bitsandbytes.
-fn written_again(place: &Place, model: &str, least: f64, kind: Option<&str>) {
+fn written_again(dir: &TestDir, model: &str, least: f64, kind: Option<&str>) {
     let measured = ["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"];
-    let said = place.said(&merge("merged", &measured));
-    let share = json_of(&place.path("merged/merge.json"))["certificate"]["effect_kept"].as_f64().unwrap();
+    let said = dir.said(&merge("merged", &measured));
+    let share = json_of(&dir.path("merged/merge.json"))["certificate"]["effect_kept"].as_f64().unwrap();
     assert!((least..1.2).contains(&share), "{model}: {share}\n{said}");
     let line = format!("{:.1} % of the adapter's effect on the logits survived", 100.0 * share);
     assert!(said.contains(&line), "{said}");
     assert_eq!(said.contains("warning: the merged model has lost most"), share < 0.5, "{said}");
-    place.said(&merge("exact", &["--dtype", "f32"]));
-    let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&place.path(name)));
+    dir.said(&merge("exact", &["--dtype", "f32"]));
+    let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&dir.path(name)));
     assert!(after.names().eq(before.names()), "{model}");
     let again = kind.map(|kind| {
-        place.said(&["quantize", "--model", "exact", "--kind", kind, "--output", "again"]);
-        opened(&place.path("again"))
+        dir.said(&["quantize", "--model", "exact", "--kind", kind, "--output", "again"]);
+        opened(&dir.path("again"))
     });
     let (mut changed, mut other) = (0, 0);
     for (name, info) in before.tensors() {
@@ -132,9 +132,9 @@ fn written_again(place: &Place, model: &str, least: f64, kind: Option<&str>) {
         }
     }
     assert!(changed > 3 && other > 3, "{model}: {changed}, {other}");
-    let [ours, theirs] = ["merged", "model"].map(|name| json_of(&place.path(name).join("config.json")));
+    let [ours, theirs] = ["merged", "model"].map(|name| json_of(&dir.path(name).join("config.json")));
     assert_eq!(ours, theirs, "{model}");
-    assert_eq!(json_of(&place.path("merged/merge.json"))["requantized"], true);
+    assert_eq!(json_of(&dir.path("merged/merge.json"))["requantized"], true);
 }
 
 /// A tensor of a safetensors file.
@@ -162,8 +162,8 @@ fn write_tensors(path: &Path, tensors: &[Tensor]) {
 #[test]
 fn models_in_several_files_are_written_again() {
     for model in ["tiny-fp8-block", "tiny-gptq-8-g32-asym", "tiny-ct-mxfp4"] {
-        let place = place(&format!("{PACKED}/{model}"), "");
-        let whole = place.path("model/model.safetensors");
+        let dir = test_dir(&format!("{PACKED}/{model}"), "");
+        let whole = dir.path("model/model.safetensors");
         let tensors = read_tensors(&whole);
         std::fs::remove_file(whole).unwrap();
         let mut map = serde_json::Map::new();
@@ -171,14 +171,14 @@ fn models_in_several_files_are_written_again() {
             let name = format!("model-0000{}-of-00003.safetensors", file + 1);
             let of_file: Vec<Tensor> = tensors.iter().skip(file).step_by(3).cloned().collect();
             map.extend(of_file.iter().map(|(tensor, ..)| (tensor.clone(), name.clone().into())));
-            write_tensors(&place.path("model").join(name), &of_file);
+            write_tensors(&dir.path("model").join(name), &of_file);
         }
         let index = serde_json::json!({"metadata": {}, "weight_map": map}).to_string();
-        std::fs::write(place.path("model/model.safetensors.index.json"), &index).unwrap();
-        written_again(&place, model, -0.01, None);
-        let copied = std::fs::read_to_string(place.path("merged/model.safetensors.index.json")).unwrap();
+        std::fs::write(dir.path("model/model.safetensors.index.json"), &index).unwrap();
+        written_again(&dir, model, -0.01, None);
+        let copied = std::fs::read_to_string(dir.path("merged/model.safetensors.index.json")).unwrap();
         assert_eq!(copied, index, "{model}");
-        assert_eq!(opened(&place.path("merged")).files().len(), 3);
+        assert_eq!(opened(&dir.path("merged")).files().len(), 3);
     }
 }
 
@@ -186,9 +186,9 @@ fn models_in_several_files_are_written_again() {
 #[test]
 fn image_text_models_are_written_again() {
     for model in ["tiny-gemma3-mm", "tiny-qwen3-5-mm"] {
-        let place = place(&format!("wrappers/{model}"), "train/lora");
-        std::fs::remove_dir_all(place.path("adapter")).unwrap();
-        let path = place.path("model/model.safetensors");
+        let dir = test_dir(&format!("wrappers/{model}"), "train/lora");
+        std::fs::remove_dir_all(dir.path("adapter")).unwrap();
+        let path = dir.path("model/model.safetensors");
         let tensors = read_tensors(&path);
         let is_tower =
             |name: &str| name.contains("vision") || name.contains("visual") || name.contains("mtp");
@@ -215,7 +215,7 @@ fn image_text_models_are_written_again() {
         }
         assert!(packed.len() > tensors.len() + 6, "{model}");
         write_tensors(&path, &packed);
-        let config = place.path("model/config.json");
+        let config = dir.path("model/config.json");
         let mut settings = json_of(&config);
         settings["quantization_config"] = serde_json::json!({
             "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
@@ -223,9 +223,9 @@ fn image_text_models_are_written_again() {
                 {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": true, "group_size": null}}},
         });
         std::fs::write(config, settings.to_string()).unwrap();
-        train(&place, &[]);
-        written_again(&place, model, 0.9, None);
-        let ours = read_tensors(&place.path("merged/model.safetensors"));
+        train(&dir, &[]);
+        written_again(&dir, model, 0.9, None);
+        let ours = read_tensors(&dir.path("merged/model.safetensors"));
         let towers =
             |all: &[Tensor]| all.iter().filter(|tensor| is_tower(&tensor.0)).cloned().collect::<Vec<_>>();
         assert_eq!(towers(&ours).len(), towers(&packed).len());
@@ -244,16 +244,16 @@ fn opened(folder: &Path) -> ModelFiles {
 #[test]
 fn an_adapter_without_effect_changes_no_value() {
     for model in ["tiny-fp8-block", "tiny-gptq-4-g32-act", "tiny-awq-4-g32", "tiny-ct-int4-g32-asym"] {
-        let place = place(&format!("{PACKED}/{model}"), "train/lora");
-        place.said(&lora(&["--set", "optimizer.learning_rate=1e-30"]));
-        std::fs::remove_dir_all(place.path("adapter")).unwrap();
-        std::fs::rename(place.path("out"), place.path("adapter")).unwrap();
-        let said = place.said(&merge("merged", &["--requantize"]));
+        let dir = test_dir(&format!("{PACKED}/{model}"), "train/lora");
+        dir.said(&lora(&["--set", "optimizer.learning_rate=1e-30"]));
+        std::fs::remove_dir_all(dir.path("adapter")).unwrap();
+        std::fs::rename(dir.path("out"), dir.path("adapter")).unwrap();
+        let said = dir.said(&merge("merged", &["--requantize"]));
         assert!(said.contains("`--verify-on DATASET` measures it"), "{said}");
-        let [ours, theirs] = ["merged", "model"]
-            .map(|name| std::fs::read(place.path(name).join("model.safetensors")).unwrap());
+        let [ours, theirs] =
+            ["merged", "model"].map(|name| std::fs::read(dir.path(name).join("model.safetensors")).unwrap());
         assert!(ours == theirs || model == "tiny-fp8-block", "{model}");
-        let [ours, theirs] = ["merged", "model"].map(|name| opened(&place.path(name)));
+        let [ours, theirs] = ["merged", "model"].map(|name| opened(&dir.path(name)));
         assert!(theirs.names().all(|name| floats(&ours, name) == floats(&theirs, name)), "{model}");
     }
 }
@@ -261,15 +261,15 @@ fn an_adapter_without_effect_changes_no_value() {
 /// Experts of gpt-oss are parts of stacks: their blocks and scales change, and nothing else does.
 #[test]
 fn experts_in_stacks_are_written_again() {
-    let place = place("qbases/models/tiny-mxfp4", "train/lora");
-    std::fs::remove_dir_all(place.path("adapter")).unwrap();
+    let dir = test_dir("qbases/models/tiny-mxfp4", "train/lora");
+    std::fs::remove_dir_all(dir.path("adapter")).unwrap();
     let rate = ["--set", "optimizer.learning_rate=0.1"];
     let mut args = lora(&[&rate[..], &["--set", "adapter.target_modules=\".*experts.*\""]].concat());
     args[7] = "adapter";
-    place.said(&args);
-    place.said(&merge("merged", &["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"]));
-    place.said(&merge("exact", &["--dtype", "f32"]));
-    let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&place.path(name)));
+    dir.said(&args);
+    dir.said(&merge("merged", &["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"]));
+    dir.said(&merge("exact", &["--dtype", "f32"]));
+    let [before, after, exact] = ["model", "merged", "exact"].map(|name| opened(&dir.path(name)));
     let mut experts = 0;
     for name in before.names() {
         let [old, new, wanted] = [&before, &after, &exact].map(|files| floats(files, name));
@@ -281,25 +281,25 @@ fn experts_in_stacks_are_written_again() {
         experts += 1;
     }
     assert_eq!(experts, 16);
-    let share = json_of(&place.path("merged/merge.json"))["certificate"]["effect_kept"].as_f64().unwrap();
+    let share = json_of(&dir.path("merged/merge.json"))["certificate"]["effect_kept"].as_f64().unwrap();
     assert!((0.5..1.5).contains(&share), "{share}");
 }
 
 /// A run with `[quantization]` on a packed base trains on weights that its files do not hold.
 #[test]
 fn an_adapter_of_other_weights_is_refused() {
-    let place = place("qbases/models/tiny-gptq-4-g32-act", "train/lora");
-    std::fs::remove_dir_all(place.path("adapter")).unwrap();
+    let dir = test_dir("qbases/models/tiny-gptq-4-g32-act", "train/lora");
+    std::fs::remove_dir_all(dir.path("adapter")).unwrap();
     let mut args = lora(&["--set", "quantization.kind=nf4"]);
     args[7] = "adapter";
-    place.said(&args);
-    let said = refused(&place, &[]);
+    dir.said(&args);
+    let said = refused(&dir, &[]);
     assert_snapshot!(said[said.find("error: ").unwrap()..], @"
     error: cannot merge into the format of [DIR]/model
       caused by: the adapter was trained over nf4 in blocks of 64 with double-quantized scales, made from the weights that the files hold
     hint: merge without `--requantize`; `--base original` adds the adapter to the weights in the files
     ");
-    let said = place.said(&merge("merged", &["--requantize", "--base", "original"]));
+    let said = dir.said(&merge("merged", &["--requantize", "--base", "original"]));
     assert!(said.contains("merging onto the unquantized weights, as asked"), "{said}");
 }
 
@@ -307,41 +307,41 @@ fn an_adapter_of_other_weights_is_refused() {
 /// adapter of that model is refused.
 #[test]
 fn a_merged_model_is_another_one() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for kind in ["nf4", "mxfp4"] {
-        place.said(&["quantize", "--model", "model", "--kind", kind, "--output", kind]);
+        dir.said(&["quantize", "--model", "model", "--kind", kind, "--output", kind]);
         let mut args = lora(&[]);
         let adapter = format!("adapter-{kind}");
         (args[1], args[7]) = (kind, &adapter);
-        place.said(&args);
+        dir.said(&args);
         let output = format!("merged-{kind}");
         let args = ["merge", "--model", kind, "--adapter", &adapter, "--output", &output, "--requantize"];
-        place.said(&args);
-        let files = ModelFiles::open(&place.path(&output)).unwrap();
+        dir.said(&args);
+        let files = ModelFiles::open(&dir.path(&output)).unwrap();
         let record = |files: &ModelFiles| files.metadata("finetune.quantized_from").is_some();
-        assert_eq!([record(&opened(&place.path(kind))), record(&files)], [true, false]);
+        assert_eq!([record(&opened(&dir.path(kind))), record(&files)], [true, false]);
         let sizes = [kind, &output]
-            .map(|name| std::fs::metadata(place.path(name).join("model.safetensors")).unwrap().len());
+            .map(|name| std::fs::metadata(dir.path(name).join("model.safetensors")).unwrap().len());
         assert_eq!(sizes[0], sizes[1]);
         let eval = ["eval", "--model", &output, "--adapter", &adapter, "--dataset", "rows.jsonl"];
-        let said = place.refused(&eval);
+        let said = dir.refused(&eval);
         assert!(said.contains("error: cannot use adapter"), "{said}");
     }
 }
 
 /// Returns the error of a merge that writes nothing.
-fn refused(place: &Place, more: &[&str]) -> String {
+fn refused(dir: &TestDir, more: &[&str]) -> String {
     let args = merge("merged", &[&["--requantize"], more].concat());
-    let output = place.command(&args).output().unwrap();
-    let said = place.told(&output.stderr);
-    assert!(!output.status.success() && !place.path("merged").exists(), "{said}");
+    let output = dir.command(&args).output().unwrap();
+    let said = dir.told(&output.stderr);
+    assert!(!output.status.success() && !dir.path("merged").exists(), "{said}");
     let lines: Vec<&str> = said.lines().filter(|line| !line.starts_with("warning: ")).collect();
     format!("exit {}\n{}", output.status.code().unwrap(), lines.join("\n"))
 }
 
 #[test]
 fn bases_without_a_format_to_write() {
-    let plain = place("models/tiny-llama", "train/lora");
+    let plain = test_dir("models/tiny-llama", "train/lora");
     assert_snapshot!(refused(&plain, &[]), @"
     exit 1
     adapter [DIR]/adapter does not record the model it was trained on: the check against `model` (digest 5934c55b60627656) is skipped
@@ -359,7 +359,7 @@ fn bases_without_a_format_to_write() {
     For more information, try '--help'.
     ");
     let cause = |said: String| said[said.find("error: ").unwrap()..].to_owned();
-    let tied = Place::with_model("tiny-qwen2");
+    let tied = TestDir::with_model("tiny-qwen2");
     std::fs::rename(tied.path("model"), tied.path("original")).unwrap();
     tied.said(&["quantize", "--model", "original", "--kind", "nf4", "--output", "model"]);
     copy_folder(&golden("train/lora_tables_tied/adapter_final"), &tied.path("adapter"));
@@ -368,7 +368,7 @@ fn bases_without_a_format_to_write() {
       caused by: the adapter separates its embedding from its head
     hint: merge without `--requantize`
     ");
-    let tokens = place("quant/tiny-llama-bnb-nf4", "train/lora");
+    let tokens = test_dir("quant/tiny-llama-bnb-nf4", "train/lora");
     std::fs::remove_dir_all(tokens.path("adapter")).unwrap();
     let mut args = lora(&["--set", "model.new_tokens=[\"<new>\"]"]);
     args[7] = "adapter";
@@ -378,7 +378,7 @@ fn bases_without_a_format_to_write() {
       caused by: the adapter adds tokens: `lm_head.weight` becomes [481, 64], and quantized files keep their sizes
     hint: merge without `--requantize`
     ");
-    let limited = place("qbases/models/tiny-ct-mxfp4", "train/lora");
+    let limited = test_dir("qbases/models/tiny-ct-mxfp4", "train/lora");
     assert_snapshot!(cause(refused(&limited, &["--verify-on", "rows.jsonl", "--max-kl", "1e-9"])), @"
     error: the merged model differs too much from base and adapter
       caused by: KL divergence 0.1488 nats a token on 64 rows of [DIR]/rows.jsonl (largest 0.375, same likeliest token at 39.9 %); accepted: up to 0.000000001

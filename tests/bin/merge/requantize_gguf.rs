@@ -14,21 +14,21 @@ use insta::assert_snapshot;
 use serde_json::Value;
 
 use crate::logits::floats;
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 
 /// A folder with the GGUF file `model.gguf`, and without any other model.
-fn place(model: &str) -> Place {
-    let place = Place::new();
-    std::fs::remove_dir_all(place.path("model")).unwrap();
-    std::fs::copy(golden("qbases/models").join(model).join("model.gguf"), place.path("model.gguf")).unwrap();
-    place
+fn test_dir(model: &str) -> TestDir {
+    let dir = TestDir::new();
+    std::fs::remove_dir_all(dir.path("model")).unwrap();
+    std::fs::copy(golden("qbases/models").join(model).join("model.gguf"), dir.path("model.gguf")).unwrap();
+    dir
 }
 
 /// Trains an adapter of `model` that changes its weights by more than rounding.
-fn train(place: &Place, model: &str, more: &[&str]) {
+fn train(dir: &TestDir, model: &str, more: &[&str]) {
     let mut args = lora(&[&["--set", "optimizer.learning_rate=0.02"], more].concat());
     (args[1], args[7]) = (model, "adapter");
-    place.said(&args);
+    dir.said(&args);
 }
 
 fn merge<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
@@ -41,8 +41,8 @@ fn opened(path: &Path) -> ModelFiles {
     crate::logits::base(path).files.unwrap()
 }
 
-fn record(place: &Place, folder: &str) -> Value {
-    serde_json::from_slice(&std::fs::read(place.path(folder).join("merge.json")).unwrap()).unwrap()
+fn record(dir: &TestDir, folder: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(dir.path(folder).join("merge.json")).unwrap()).unwrap()
 }
 
 /// The bytes of a file before its tensors, and of each tensor, as candle finds them.
@@ -93,33 +93,31 @@ fn check([before, after, exact]: [&ModelFiles; 3], what: &str) -> usize {
 #[test]
 fn files_are_written_again() {
     for (model, least) in [("tiny-gguf-q8_0", 0.9), ("tiny-gguf-q4_0", 0.5), ("tiny-gguf-q4_k", 0.5)] {
-        let place = place(model);
-        train(&place, "model.gguf", &[]);
+        let dir = test_dir(model);
+        train(&dir, "model.gguf", &[]);
         let measured = ["--requantize", "--verify-on", "rows.jsonl", "--max-kl", "10"];
-        let said = place.said(&merge("merged", &measured));
-        let share = record(&place, "merged")["certificate"]["effect_kept"].as_f64().unwrap();
+        let said = dir.said(&merge("merged", &measured));
+        let share = record(&dir, "merged")["certificate"]["effect_kept"].as_f64().unwrap();
         assert!((least..1.2).contains(&share), "{model}: {share}\n{said}");
         assert!(said.contains("kept as they are: the keys of the GGUF file"), "{said}");
-        let mut names: Vec<_> = std::fs::read_dir(place.path("merged"))
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name())
-            .collect();
+        let mut names: Vec<_> =
+            std::fs::read_dir(dir.path("merged")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
         assert_eq!(names, ["merge.json", "model.gguf"]);
-        place.said(&merge("exact", &["--dtype", "f32"]));
-        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&place.path(name)));
+        dir.said(&merge("exact", &["--dtype", "f32"]));
+        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&dir.path(name)));
         assert!(check([&before, &after, &exact], model) >= 7, "{model}");
-        let [ours, theirs] = ["merged/model.gguf", "model.gguf"].map(|name| parts(&place.path(name)));
+        let [ours, theirs] = ["merged/model.gguf", "model.gguf"].map(|name| parts(&dir.path(name)));
         assert!(ours.header == theirs.header, "{model}");
         let same = theirs.tensors.iter().filter(|(name, tensor)| ours.tensors[*name] == **tensor).count();
         assert!(same > 4 && same < theirs.tensors.len(), "{model}: {same}");
-        place.said(&["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
+        dir.said(&["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
         let mut args = lora(&[]);
         args[1] = "merged/model.gguf";
-        place.said(&args);
+        dir.said(&args);
         let again =
             ["merge", "--model", "merged", "--adapter", "adapter", "--output", "twice", "--force-base"];
-        let refused = place.refused(&[&again[..], &["--requantize"]].concat());
+        let refused = dir.refused(&[&again[..], &["--requantize"]].concat());
         assert!(refused.contains("the adapter is already merged"), "{refused}");
     }
 }
@@ -192,14 +190,14 @@ fn write_types(from: &Path, kinds: &[BlockType], to: &Path) {
 fn every_type_is_written_again() {
     use BlockType::{BF16, F16, IQ4NL, IQ4XS, MXFP4, Q2K, Q3K, Q4_0, Q4_1, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
     for kinds in [[Q2K, Q3K, Q4_1, Q5_0, Q5_1, Q5K, IQ4NL], [IQ4XS, MXFP4, F16, BF16, Q4_0, Q6K, Q8_0]] {
-        let place = place("tiny-gguf-q4_k");
-        write_types(&golden("qbases/models/tiny-gguf-q4_k/model.gguf"), &kinds, &place.path("model.gguf"));
-        train(&place, "model.gguf", &[]);
-        place.said(&merge("merged", &["--requantize"]));
-        place.said(&merge("exact", &["--dtype", "f32"]));
-        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&place.path(name)));
+        let dir = test_dir("tiny-gguf-q4_k");
+        write_types(&golden("qbases/models/tiny-gguf-q4_k/model.gguf"), &kinds, &dir.path("model.gguf"));
+        train(&dir, "model.gguf", &[]);
+        dir.said(&merge("merged", &["--requantize"]));
+        dir.said(&merge("exact", &["--dtype", "f32"]));
+        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&dir.path(name)));
         assert!(check([&before, &after, &exact], &format!("{kinds:?}")) >= 7, "{kinds:?}");
-        place.said(&["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
+        dir.said(&["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
     }
 }
 
@@ -210,8 +208,8 @@ fn every_order_is_written_again() {
     for model in
         ["tiny-llama", "tiny-deepseek-v3", "tiny-gpt-neox", "tiny-qwen3-5", "tiny-gpt-oss", "tiny-lfm2"]
     {
-        let place = Place::with_model(model);
-        place.said(&[
+        let dir = TestDir::with_model(model);
+        dir.said(&[
             "export",
             "--model",
             "model",
@@ -222,10 +220,10 @@ fn every_order_is_written_again() {
             "--output",
             "model.gguf",
         ]);
-        train(&place, "model.gguf", &[]);
-        place.said(&merge("merged", &["--requantize"]));
-        place.said(&merge("exact", &["--dtype", "f32"]));
-        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&place.path(name)));
+        train(&dir, "model.gguf", &[]);
+        dir.said(&merge("merged", &["--requantize"]));
+        dir.said(&merge("exact", &["--dtype", "f32"]));
+        let [before, after, exact] = ["model.gguf", "merged", "exact"].map(|name| opened(&dir.path(name)));
         let mut changed = 0;
         for name in before.names() {
             let [old, new, wanted] = [&before, &after, &exact].map(|files| floats(files, name));
@@ -239,8 +237,8 @@ fn every_order_is_written_again() {
 /// Of a split file, each part is copied and changed.
 #[test]
 fn parts_of_a_split_file_are_written_again() {
-    let place = place("tiny-gguf-q8_0");
-    let mut file = File::open(place.path("model.gguf")).unwrap();
+    let dir = test_dir("tiny-gguf-q8_0");
+    let mut file = File::open(dir.path("model.gguf")).unwrap();
     let content = Content::read(&mut file).unwrap();
     let mut names: Vec<&String> = content.tensor_infos.keys().collect();
     names.sort();
@@ -249,16 +247,16 @@ fn parts_of_a_split_file_are_written_again() {
         let tensors: Vec<QTensor> =
             names.iter().map(|name| content.tensor(&mut file, name, &Device::Cpu).unwrap()).collect();
         let tensors: Vec<(&str, &QTensor)> = names.iter().map(|name| name.as_str()).zip(&tensors).collect();
-        let part = place.path(&format!("model-0000{}-of-00002.gguf", at + 1));
+        let part = dir.path(&format!("model-0000{}-of-00002.gguf", at + 1));
         write(&mut File::create(part).unwrap(), keys, &tensors).unwrap();
     }
-    std::fs::remove_file(place.path("model.gguf")).unwrap();
+    std::fs::remove_file(dir.path("model.gguf")).unwrap();
     let model = "model-00001-of-00002.gguf";
-    train(&place, model, &[]);
+    train(&dir, model, &[]);
     for (output, more) in [("merged", "--requantize"), ("exact", "--dtype=f32")] {
-        place.said(&["merge", "--model", model, "--adapter", "adapter", "--output", output, more]);
+        dir.said(&["merge", "--model", model, "--adapter", "adapter", "--output", output, more]);
     }
-    let [before, after, exact] = [model, "merged", "exact"].map(|name| opened(&place.path(name)));
+    let [before, after, exact] = [model, "merged", "exact"].map(|name| opened(&dir.path(name)));
     assert_eq!(after.files().len(), 2);
     assert!(check([&before, &after, &exact], "split") >= 7);
 }
@@ -267,43 +265,43 @@ fn parts_of_a_split_file_are_written_again() {
 #[test]
 fn an_adapter_without_effect_changes_no_byte() {
     for model in ["tiny-gguf-q8_0", "tiny-gguf-q4_0", "tiny-gguf-q4_k"] {
-        let place = place(model);
-        train(&place, "model.gguf", &["--set", "optimizer.learning_rate=1e-30"]);
-        place.said(&merge("merged", &["--requantize"]));
+        let dir = test_dir(model);
+        train(&dir, "model.gguf", &["--set", "optimizer.learning_rate=1e-30"]);
+        dir.said(&merge("merged", &["--requantize"]));
         let [ours, theirs] =
-            ["merged/model.gguf", "model.gguf"].map(|name| std::fs::read(place.path(name)).unwrap());
+            ["merged/model.gguf", "model.gguf"].map(|name| std::fs::read(dir.path(name)).unwrap());
         assert!(ours == theirs, "{model}");
     }
 }
 
 /// Returns the error of a merge that writes nothing.
-fn refused(place: &Place, more: &[&str]) -> String {
-    let said = place.refused(&merge("merged", &[&["--requantize"], more].concat()));
-    assert!(!place.path("merged").exists(), "{said}");
+fn refused(dir: &TestDir, more: &[&str]) -> String {
+    let said = dir.refused(&merge("merged", &[&["--requantize"], more].concat()));
+    assert!(!dir.path("merged").exists(), "{said}");
     said[said.find("error: ").unwrap()..].to_owned()
 }
 
 #[test]
 fn what_a_file_cannot_hold_is_refused() {
-    let place = place("tiny-gguf-q4_k");
-    copy_folder(&golden("qbases/train/lora_gguf_q4_k/adapter_final"), &place.path("adapter"));
+    let dir = test_dir("tiny-gguf-q4_k");
+    copy_folder(&golden("qbases/train/lora_gguf_q4_k/adapter_final"), &dir.path("adapter"));
     let limited = ["--verify-on", "rows.jsonl", "--max-kl", "1e-9"];
-    assert!(refused(&place, &limited).contains("survived the quantization of the merged weights"));
-    std::fs::remove_dir_all(place.path("adapter")).unwrap();
-    train(&place, "model.gguf", &["--set", "quantization.kind=nf4"]);
-    assert_snapshot!(refused(&place, &[]), @"
+    assert!(refused(&dir, &limited).contains("survived the quantization of the merged weights"));
+    std::fs::remove_dir_all(dir.path("adapter")).unwrap();
+    train(&dir, "model.gguf", &["--set", "quantization.kind=nf4"]);
+    assert_snapshot!(refused(&dir, &[]), @"
     error: cannot merge into the format of [DIR]/model.gguf
       caused by: the adapter was trained over nf4 in blocks of 64 with double-quantized scales, made from the weights that the files hold
     hint: merge without `--requantize`; `--base original` adds the adapter to the weights in the files
     ");
-    std::fs::remove_dir_all(place.path("adapter")).unwrap();
-    train(&place, "model.gguf", &["--set", "data.chat_template=zephyr"]);
-    assert_snapshot!(refused(&place, &[]), @"
+    std::fs::remove_dir_all(dir.path("adapter")).unwrap();
+    train(&dir, "model.gguf", &["--set", "data.chat_template=zephyr"]);
+    assert_snapshot!(refused(&dir, &[]), @"
     error: cannot merge into the format of [DIR]/model.gguf
       caused by: the adapter was trained with another chat template, and the keys of a GGUF file stay
     hint: merge without `--requantize`, then write a GGUF file with `finetune export`
     ");
-    std::fs::remove_dir_all(place.path("adapter")).unwrap();
-    train(&place, "model.gguf", &["--set", "model.new_tokens=[\"<new>\"]"]);
-    assert!(refused(&place, &[]).contains("caused by: the adapter adds tokens: `"));
+    std::fs::remove_dir_all(dir.path("adapter")).unwrap();
+    train(&dir, "model.gguf", &["--set", "model.new_tokens=[\"<new>\"]"]);
+    assert!(refused(&dir, &[]).contains("caused by: the adapter adds tokens: `"));
 }

@@ -5,8 +5,8 @@ use rquickjs::{Context, Runtime};
 use serde_json::{Value, json};
 
 use crate::exhaustive::each_third;
-use crate::place::Place;
 use crate::plan::sizing::{SHAPES, plan, shapes};
+use crate::test_dir::TestDir;
 
 /// The parts of memory that the page draws.
 const CAUSES: [&str; 5] = ["weights", "gradients", "optimizer", "activations", "workspace"];
@@ -37,7 +37,7 @@ fn drawn(page: &str, parameters: u64, settings: &Value, shape: &Value) -> Value 
 
 /// Returns the plan of the command and the memory computed by its page.
 fn both(
-    place: &Place,
+    dir: &TestDir,
     (model, shape): (&str, &Value),
     row: u64,
     (ranks, settings): (u64, [&str; 6]),
@@ -56,8 +56,8 @@ fn both(
     let on = format!("{ranks}xA100-80GB");
     let mut args = vec!["--on", on.as_str(), "--recipe", method, "--html", "page.html"];
     args.extend(sets.iter().flat_map(|set| ["--set", set]));
-    let said = plan(place, model, &args);
-    let page = std::fs::read_to_string(place.path("page.html")).unwrap();
+    let said = plan(dir, model, &args);
+    let page = std::fs::read_to_string(dir.path("page.html")).unwrap();
     let settings = json!({"ranks": ranks, "row": row, "batch": 2, "method": method, "dtype": dtype, "state": state,
         "master": master, "strategy": strategy, "recompute": recompute});
     // The page counts the model's parameters only, the plan also the adapters'.
@@ -69,7 +69,7 @@ fn both(
 
 #[test]
 fn the_page_calculates_what_the_plan_says() {
-    let (place, mut off) = (shapes(), Vec::new());
+    let (dir, mut off) = (shapes(), Vec::new());
     for (place_of_model, (model, [hidden, mlp, layers, heads, kv, vocabulary], tied)) in
         SHAPES.into_iter().enumerate()
     {
@@ -77,7 +77,7 @@ fn the_page_calculates_what_the_plan_says() {
             "vocabulary": vocabulary, "tied": tied});
         let settings = SETTINGS.into_iter().zip([2048, 512].into_iter().cycle());
         for (settings, row) in each_third(settings, place_of_model) {
-            let (said, drawn) = both(&place, (model, &shape), row, settings);
+            let (said, drawn) = both(&dir, (model, &shape), row, settings);
             let terms = said["memory"].as_array().unwrap();
             let (mut all, mut all_planned) = (0.0, 0.0);
             for cause in CAUSES {
@@ -144,9 +144,9 @@ const texts = node => typeof node === "string" ? [node] : node.children.flatMap(
 
 /// The page of a plan after its script has run: the values of its controls, the sentence below the
 /// chart, and whether the chart marks the crossover.
-fn opened(place: &Place, model: &str, args: &[&str]) -> Value {
-    plan(place, model, &[args, &["--html", "page.html"]].concat());
-    let page = std::fs::read_to_string(place.path("page.html")).unwrap();
+fn opened(dir: &TestDir, model: &str, args: &[&str]) -> Value {
+    plan(dir, model, &[args, &["--html", "page.html"]].concat());
+    let page = std::fs::read_to_string(dir.path("page.html")).unwrap();
     let (html, script) = page.split_once("<script>").unwrap();
     let script = script.split_once("</script>").unwrap().0.replace("\"use strict\";", "");
     let asked = r#"; JSON.stringify({ values: Object.fromEntries(Object.entries(elements).map(([id, e]) => [id, String(e.value)])),
@@ -166,11 +166,11 @@ fn opened(place: &Place, model: &str, args: &[&str]) -> Value {
 /// The controls start with the plan's values, including states and masters.
 #[test]
 fn the_page_begins_with_the_plan() {
-    let place = shapes();
+    let dir = shapes();
     let begins = |recipe: &str, sets: &[&str]| {
         let mut args = vec!["--on", "8xA100-80GB", "--recipe", recipe];
         args.extend(sets.iter().flat_map(|set| ["--set", set]));
-        let values = opened(&place, "1B", &args)["values"].clone();
+        let values = opened(&dir, "1B", &args)["values"].clone();
         ["ranks", "row", "method", "dtype", "state", "master", "strategy", "recompute"]
             .map(|id| values[id].as_str().unwrap().to_owned())
     };
@@ -207,11 +207,11 @@ fn the_page_begins_with_the_plan() {
 /// below its smallest size.
 #[test]
 fn the_page_says_from_where_on_states_are_more() {
-    let place = shapes();
+    let dir = shapes();
     let with = |ranks: &str, recipe: &str, row: u64| {
         let row = format!("data.max_seq_len={row}");
         let sets = ["--set", "parallel.strategy=ddp", "--set", "train.recompute=none", "--set", &row];
-        let page = opened(&place, "1B", &[&["--on", ranks, "--recipe", recipe][..], &sets].concat());
+        let page = opened(&dir, "1B", &[&["--on", ranks, "--recipe", recipe][..], &sets].concat());
         (page["said"].as_str().unwrap().to_owned(), page)
     };
     // 18 bytes a parameter are 18 GB for 1B; 2,048 tokens of activations take less than two.

@@ -7,8 +7,8 @@ use std::path::Path;
 use regex::Regex;
 use serde_json::Value;
 
-use crate::place::Place;
 use crate::plan::sizing::{plan, shapes};
+use crate::test_dir::TestDir;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -23,9 +23,9 @@ fn page() -> String {
 /// Returns the figures in the one sentence that matches a pattern.
 fn figures(pattern: &str) -> Vec<f64> {
     let (page, pattern) = (page(), Regex::new(pattern).unwrap());
-    let mut found = pattern.captures_iter(&page);
-    let sentence = found.next().unwrap_or_else(|| panic!("docs/sizing.md does not say {pattern}"));
-    assert!(found.next().is_none(), "docs/sizing.md says {pattern} twice");
+    let mut matches = pattern.captures_iter(&page);
+    let sentence = matches.next().unwrap_or_else(|| panic!("docs/sizing.md does not say {pattern}"));
+    assert!(matches.next().is_none(), "docs/sizing.md says {pattern} twice");
     sentence.iter().skip(1).map(|figure| figure.unwrap().as_str().parse().unwrap()).collect()
 }
 
@@ -34,10 +34,10 @@ fn number(value: &Value) -> f64 {
 }
 
 /// One of 7B's plans on eight cards.
-fn seven_b(place: &Place, sets: &[&str]) -> Value {
+fn seven_b(dir: &TestDir, sets: &[&str]) -> Value {
     let mut args = vec!["--on", "8xA100-80GB"];
     args.extend(sets.iter().flat_map(|set| ["--set", set]));
-    plan(place, "7B", &args)
+    plan(dir, "7B", &args)
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn operations_are_those_that_the_page_says() {
     let said = figures(
         r"\((\d) operations a weight and token where it trains, (\d) where it is frozen under adapters, ([\d.]+) times attention's forward\)",
     );
-    let place = shapes();
+    let dir = shapes();
     // Operations of a token: share of the peak times peak times step time, divided by the tokens.
     let operations = |method: &str, row: u64| {
         let row_set = format!("data.max_seq_len={row}");
@@ -83,7 +83,7 @@ fn operations_are_those_that_the_page_says() {
         ];
         let mut args = vec!["--on", "B200-180GB", "--recipe", method];
         args.extend(sets.iter().flat_map(|set| ["--set", set]));
-        let planned = plan(&place, "7B", &args);
+        let planned = plan(&dir, "7B", &args);
         let time = &planned["time"];
         let peak = number(&planned["hardware"]["device"]["bf16_tflops"]) * 1e12;
         number(&time["mfu"]) * number(&time["total"]) * peak / row as f64
@@ -107,9 +107,9 @@ fn operations_are_those_that_the_page_says() {
 #[test]
 fn recomputing_costs_a_quarter_more() {
     assert!(page().contains("which costs a quarter more arithmetic in full training"));
-    let place = shapes();
+    let dir = shapes();
     let of =
-        |recompute: &str| number(&seven_b(&place, &[recompute, "parallel.strategy=fsdp"])["time"]["compute"]);
+        |recompute: &str| number(&seven_b(&dir, &[recompute, "parallel.strategy=fsdp"])["time"]["compute"]);
     let more = of("train.recompute=block") / of("train.recompute=none");
     assert!((1.22..1.29).contains(&more), "{more}");
 }

@@ -3,8 +3,8 @@
 
 use serde_json::Value;
 
-use crate::place::Place;
 use crate::plan::sizing::{plan, shapes};
+use crate::test_dir::TestDir;
 
 /// Parameters of the 7B shape, stored in f32 because its config.json names no dtype.
 const SEVEN_B: f64 = 6_738_415_616.0;
@@ -20,48 +20,48 @@ fn near(said: f64, by_hand: f64) {
 }
 
 /// Returns the plan of the 7B shape on eight H100.
-fn seven_b(place: &Place, sets: &[&str]) -> Value {
+fn seven_b(dir: &TestDir, sets: &[&str]) -> Value {
     let mut args = vec!["--on", "8xH100-80GB"];
     args.extend(sets.iter().flat_map(|set| ["--set", set]));
-    plan(place, "7B", &args)
+    plan(dir, "7B", &args)
 }
 
 #[test]
 fn weights_are_loaded_once_and_results_are_saved() {
-    let place = shapes();
+    let dir = shapes();
     let never = ["train.max_steps=1000", "checkpoint.save_steps=never"];
-    let run = &seven_b(&place, &never)["run"];
+    let run = &seven_b(&dir, &never)["run"];
     // Without checkpoints only the weights are written.
     near(number(&run["loading"]), 4.0 * SEVEN_B / DISK);
     near(number(&run["saving"]), 4.0 * SEVEN_B / (DISK / 2.0));
     assert_eq!(run["evaluating"], 0.0);
     let parts = ["stepping", "loading", "saving"].map(|part| number(&run[part]));
     near(number(&run["total"]), parts.iter().sum());
-    let bf16 = &seven_b(&place, &[&never[..], &["checkpoint.output_dtype=bf16"]].concat())["run"];
+    let bf16 = &seven_b(&dir, &[&never[..], &["checkpoint.output_dtype=bf16"]].concat())["run"];
     near(number(&bf16["saving"]), 2.0 * SEVEN_B / (DISK / 2.0));
     // By default one checkpoint at the end, with masters and states, which no step overlaps.
-    let auto = &seven_b(&place, &["train.max_steps=1000"])["run"];
+    let auto = &seven_b(&dir, &["train.max_steps=1000"])["run"];
     near(number(&auto["saving"]), (12.0 + 4.0) * SEVEN_B / (DISK / 2.0));
 }
 
 #[test]
 fn checkpoints_are_written_beside_steps_or_waited_for() {
-    let place = shapes();
+    let dir = shapes();
     let result = 4.0 * SEVEN_B / (DISK / 2.0);
     // f32 masters and two f32 moments.
     let checkpoint = 12.0 * SEVEN_B / (DISK / 2.0);
     let waited = ["train.max_steps=1000", "checkpoint.save_steps=300", "checkpoint.async_save=false"];
-    near(number(&seven_b(&place, &waited)["run"]["saving"]), 3.0 * checkpoint + result);
+    near(number(&seven_b(&dir, &waited)["run"]["saving"]), 3.0 * checkpoint + result);
     let lean = [&waited[..], &["optimizer.master=none"]].concat();
-    near(number(&seven_b(&place, &lean)["run"]["saving"]), 3.0 * checkpoint * 10.0 / 12.0 + result);
+    near(number(&seven_b(&dir, &lean)["run"]["saving"]), 3.0 * checkpoint * 10.0 / 12.0 + result);
     // 300 steps take longer than writing a checkpoint; only 10 steps overlap the last one.
-    let said = seven_b(&place, &["train.max_steps=310", "checkpoint.save_steps=300"]);
+    let said = seven_b(&dir, &["train.max_steps=310", "checkpoint.save_steps=300"]);
     let step = number(&said["time"]["total"]);
     assert!(300.0 * step > checkpoint && 10.0 * step < checkpoint);
     near(number(&said["run"]["saving"]), checkpoint - 10.0 * step + result);
     // Two steps take less: each of five checkpoints delays the run by the rest, and no step
     // overlaps the last one.
-    let said = seven_b(&place, &["train.max_steps=10", "checkpoint.save_steps=2"]);
+    let said = seven_b(&dir, &["train.max_steps=10", "checkpoint.save_steps=2"]);
     let step = number(&said["time"]["total"]);
     near(number(&said["run"]["saving"]), 4.0 * (checkpoint - 2.0 * step) + checkpoint + result);
 }
@@ -69,12 +69,12 @@ fn checkpoints_are_written_beside_steps_or_waited_for() {
 /// Storage without a given size is the size of the run's files.
 #[test]
 fn storage_is_what_a_run_keeps() {
-    let place = shapes();
+    let dir = shapes();
     let cost = |sets: &[&str]| {
         let sets = [&["train.max_steps=1000"], sets].concat();
         let mut args = vec!["--on", "8xH100-80GB", "--price", "1/GB-month"];
         args.extend(sets.iter().flat_map(|set| ["--set", set]));
-        let said = plan(&place, "7B", &args);
+        let said = plan(&dir, "7B", &args);
         // A month has 730 hours.
         number(&said["cost"]) * 730.0 * 3600.0 / number(&said["run"]["total"]) * 1e9
     };
@@ -92,10 +92,10 @@ fn storage_is_what_a_run_keeps() {
 /// block. Attention differs: its backward takes two and a half forwards.
 #[test]
 fn a_forward_is_counted_by_its_operations() {
-    let place = shapes();
+    let dir = shapes();
     let share = |method: &str, recompute: &str| {
         let set = format!("train.recompute={recompute}");
-        let said = plan(&place, "7B", &["--on", "H100-80GB", "--recipe", method, "--set", &set]);
+        let said = plan(&dir, "7B", &["--on", "H100-80GB", "--recipe", method, "--set", &set]);
         number(&said["time"]["forward"]) / number(&said["time"]["compute"])
     };
     // Weights of blocks and of the output layer; of adapters of rank 16; attention over 1,024 keys
@@ -124,15 +124,15 @@ fn a_forward_is_counted_by_its_operations() {
 /// last step.
 #[test]
 fn evaluations_are_as_many_as_a_run_has() {
-    let place = Place::new();
-    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-    place.write("four.jsonl", &rows.lines().take(4).map(|row| format!("{row}\n")).collect::<String>());
+    let dir = TestDir::new();
+    let rows = std::fs::read_to_string(dir.path("rows.jsonl")).unwrap();
+    dir.write("four.jsonl", &rows.lines().take(4).map(|row| format!("{row}\n")).collect::<String>());
     let of = |sets: &[&str]| {
         let mut args = vec!["--on", "2xH100-80GB", "--dataset", "four.jsonl", "--eval-dataset", "four.jsonl"];
         // A rank's step has the same four rows.
         let all = ["data.packing=false", "train.micro_batch_size=4", "train.max_steps=10"];
         args.extend(all.iter().chain(sets).flat_map(|set| ["--set", set]));
-        let said = plan(&place, "model", &args);
+        let said = plan(&dir, "model", &args);
         // Each of two ranks evaluates two rows.
         let one = number(&said["time"]["forward"]) / 2.0;
         number(&said["run"]["evaluating"]) / one
@@ -153,7 +153,7 @@ fn evaluations_are_as_many_as_a_run_has() {
 /// same bytes with the same strategy. Keys that no flag can remove are named.
 #[test]
 fn a_way_that_is_typed_is_that_way() {
-    let place = shapes();
+    let dir = shapes();
     let cases: [(&str, &[&str]); 6] = [
         ("1B", &["--on", "4090"]),
         ("7B", &["--recipe", "qlora", "--on", "4090"]),
@@ -176,7 +176,7 @@ fn a_way_that_is_typed_is_that_way() {
     ];
     let (mut compared, mut removed) = (0, 0);
     for (model, more) in cases {
-        for leaf in plan(&place, model, more)["leaves"].as_array().unwrap() {
+        for leaf in plan(&dir, model, more)["leaves"].as_array().unwrap() {
             let typed = leaf["typed"].as_str().unwrap();
             let mut left_out = leaf["left_out"].as_array().unwrap().iter().map(|key| key.as_str().unwrap());
             let (sets, without) = typed.split_once(", without ").unwrap_or((typed, ""));
@@ -187,9 +187,9 @@ fn a_way_that_is_typed_is_that_way() {
                 removed += 1;
                 continue;
             }
-            let kept = more.chunks(2).filter(|pair| key.is_none_or(|key| !pair[1].starts_with(key)));
-            let args: Vec<&str> = kept.flatten().copied().chain(sets.split_whitespace()).collect();
-            let said = plan(&place, model, &args);
+            let pairs = more.chunks(2).filter(|pair| key.is_none_or(|key| !pair[1].starts_with(key)));
+            let args: Vec<&str> = pairs.flatten().copied().chain(sets.split_whitespace()).collect();
+            let said = plan(&dir, model, &args);
             for figure in ["bytes", "host_bytes", "strategy", "recompute"] {
                 assert_eq!(said[figure], leaf[figure], "{figure} of {model}, {args:?}");
             }

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Upper bound for a run to raise an alert, or the system to end a process, on a busy machine.
 const LONGEST: Duration = Duration::from_secs(120);
 
 /// A run of `steps` steps that raises one alert, at step 3, because its gradient norm is 0.
-fn with_alerts(place: &Place, command: &Value, steps: &str) -> Command {
+fn with_alerts(dir: &TestDir, command: &Value, steps: &str) -> Command {
     let (command, steps) = (format!("alerts.command={command}"), format!("train.max_steps={steps}"));
     let sets = [
         "--set",
@@ -29,14 +29,14 @@ fn with_alerts(place: &Place, command: &Value, steps: &str) -> Command {
         "--set",
         &steps,
     ];
-    place.command(&lora(&sets))
+    dir.command(&lora(&sets))
 }
 
 /// A program that waits forever, after it writes its pid and those of its child and two
 /// grandchildren to the file `numbers`. One grandchild leaves its process group.
-fn family(place: &Place) -> Value {
-    let file = place.path("numbers");
-    let (file, begun) = (file.display(), place.path("numbers.begun").display().to_string());
+fn family(dir: &TestDir) -> Value {
+    let file = dir.path("numbers");
+    let (file, begun) = (file.display(), dir.path("numbers.begun").display().to_string());
     let script = format!(
         "sh -c 'sleep 4321 & first=$!; setsid sleep 4321 & echo $! $first $$ > {begun}; wait' & while [ ! -s {begun} ]; do sleep 0.05; done; \
          echo $$ $(cat {begun}) > {begun}.all; mv {begun}.all {file}; wait"
@@ -79,9 +79,9 @@ fn no_program_of_an_alert_outlives_its_run() {
         return;
     }
     for end in [End::Done, End::Term, End::TermTwice, End::Kill] {
-        let place = Place::new();
+        let dir = TestDir::new();
         let steps = if end == End::Done { "6" } else { "100000" };
-        let mut run = with_alerts(&place, &family(&place), steps);
+        let mut run = with_alerts(&dir, &family(&dir), steps);
         // The run must not receive the signals of the terminal that runs this test.
         let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).process_group(0).spawn().unwrap();
         let mut code = None;
@@ -89,8 +89,8 @@ fn no_program_of_an_alert_outlives_its_run() {
             code = run.try_wait().unwrap().map(|status| status.code());
             code.is_some()
         };
-        until("the alert was not raised", || place.path("numbers").exists() || has_ended(&mut run));
-        let numbers = std::fs::read_to_string(place.path("numbers")).unwrap_or_default();
+        until("the alert was not raised", || dir.path("numbers").exists() || has_ended(&mut run));
+        let numbers = std::fs::read_to_string(dir.path("numbers")).unwrap_or_default();
         let numbers: Vec<&str> = numbers.split_whitespace().collect();
         if end != End::Done {
             assert_eq!(numbers.len(), 4, "{end:?}: {numbers:?}");
@@ -122,28 +122,28 @@ fn no_program_of_an_alert_outlives_its_run() {
 
 #[test]
 fn what_a_program_leaves_behind_is_waited_for() {
-    let place = Place::new();
-    let script = format!("(sleep 0.5; echo late > {}) &", place.path("late").display());
-    let done = with_alerts(&place, &json!(["sh", "-c", script]), "4").output().unwrap();
-    let said = place.told(&done.stderr);
+    let dir = TestDir::new();
+    let script = format!("(sleep 0.5; echo late > {}) &", dir.path("late").display());
+    let done = with_alerts(&dir, &json!(["sh", "-c", script]), "4").output().unwrap();
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{said}");
-    assert_eq!(std::fs::read_to_string(place.path("late")).unwrap(), "late\n", "{said}");
+    assert_eq!(std::fs::read_to_string(dir.path("late")).unwrap(), "late\n", "{said}");
     assert!(!said.contains("did not reach") && !said.contains("not all alerts"), "{said}");
 }
 
 #[test]
 fn a_program_gets_the_alert_on_its_input_and_in_its_environment() {
-    let place = Place::new();
-    let folder = place.path("");
+    let dir = TestDir::new();
+    let folder = dir.path("");
     let folder = folder.display();
     let script = format!(
         "cat > {folder}/in; printf '%s\\n' \"$FINETUNE_ALERT_RULE\" \"$FINETUNE_ALERT_STEP\" \"$FINETUNE_ALERT_MESSAGE\" \"$1\" > {folder}/env"
     );
     let argument = "say \"no\"; $(rm)";
-    let done = with_alerts(&place, &json!(["sh", "-c", script, "sh", argument]), "4").output().unwrap();
-    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
-    let told = std::fs::read_to_string(place.path("env")).unwrap();
-    let input: Value = serde_json::from_str(&std::fs::read_to_string(place.path("in")).unwrap()).unwrap();
+    let done = with_alerts(&dir, &json!(["sh", "-c", script, "sh", argument]), "4").output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", dir.told(&done.stderr));
+    let told = std::fs::read_to_string(dir.path("env")).unwrap();
+    let input: Value = serde_json::from_str(&std::fs::read_to_string(dir.path("in")).unwrap()).unwrap();
     let expected = format!("no_progress\n3\n{}\n{argument}\n", input["message"].as_str().unwrap());
     assert_eq!(told, expected);
     assert_eq!(
@@ -154,11 +154,11 @@ fn a_program_gets_the_alert_on_its_input_and_in_its_environment() {
 
 #[test]
 fn a_program_that_cannot_be_started_is_refused_before_training() {
-    let place = Place::new();
-    std::fs::create_dir(place.path("bin")).unwrap();
+    let dir = TestDir::new();
+    std::fs::create_dir(dir.path("bin")).unwrap();
     for (name, mode) in [("bin/mute", 0o644), ("bin/loud", 0o755)] {
-        place.write(name, "#!/bin/sh\n");
-        std::fs::set_permissions(place.path(name), PermissionsExt::from_mode(mode)).unwrap();
+        dir.write(name, "#!/bin/sh\n");
+        std::fs::set_permissions(dir.path(name), PermissionsExt::from_mode(mode)).unwrap();
     }
     for (name, why) in [
         ("./bin/mute", "[DIR]/bin/mute is not executable; `chmod +x` makes it so"),
@@ -167,16 +167,16 @@ fn a_program_that_cannot_be_started_is_refused_before_training() {
         ("mute", "[DIR]/bin/mute is not executable; `chmod +x` makes it so"),
         ("none", "no folder of PATH has a program `none`"),
     ] {
-        let mut run = with_alerts(&place, &json!([name]), "4");
-        let done = run.env("PATH", place.path("bin")).output().unwrap();
-        let said = place.told(&done.stderr);
+        let mut run = with_alerts(&dir, &json!([name]), "4");
+        let done = run.env("PATH", dir.path("bin")).output().unwrap();
+        let said = dir.told(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{said}");
         assert!(said.contains("`alerts.command`") && said.contains(why), "{name}: {said}");
-        assert!(!place.path("out").exists(), "{name}: {said}");
+        assert!(!dir.path("out").exists(), "{name}: {said}");
     }
     for name in ["./bin/loud", "loud"] {
-        let mut run = with_alerts(&place, &json!([name]), "4");
-        let done = run.args(["--dry-run"]).env("PATH", place.path("bin")).output().unwrap();
-        assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
+        let mut run = with_alerts(&dir, &json!([name]), "4");
+        let done = run.args(["--dry-run"]).env("PATH", dir.path("bin")).output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{}", dir.told(&done.stderr));
     }
 }

@@ -12,7 +12,7 @@ use insta::assert_snapshot;
 use serde_json::{Value, json};
 
 use crate::faulty_run::{TILDE, changed_model, set_column};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Part of every server's address.
 const CANARY: &str = "canary0of0the0hook";
@@ -84,9 +84,9 @@ fn read_body(stream: &mut TcpStream) -> String {
 
 /// Eight rows, one a step. The embedding of token `~` holds a NaN, and the rows of the steps `bad`
 /// hold that token.
-fn diverging(bad: &[usize]) -> Place {
-    let place = Place::new();
-    changed_model(&place.path("model"), |tensors| {
+fn diverging(bad: &[usize]) -> TestDir {
+    let dir = TestDir::new();
+    changed_model(&dir.path("model"), |tensors| {
         let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
         *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
     });
@@ -94,8 +94,8 @@ fn diverging(bad: &[usize]) -> Place {
         let text = if bad.contains(&step) { "a ~" } else { "a text" };
         json!({ "text": format!("row {step} of {text} of some length") }).to_string() + "\n"
     };
-    place.write("rows.jsonl", &(1..=8).map(row).collect::<String>());
-    place
+    dir.write("rows.jsonl", &(1..=8).map(row).collect::<String>());
+    dir
 }
 
 const ON_TEXT: [&str; 6] = [
@@ -108,8 +108,8 @@ const ON_TEXT: [&str; 6] = [
 ];
 
 /// A program that appends the alert to the file `told`.
-fn program(place: &Place) -> String {
-    let script = format!("cat >> {}", place.path("told").display());
+fn program(dir: &TestDir) -> String {
+    let script = format!("cat >> {}", dir.path("told").display());
     format!("alerts.command={}", json!(["sh", "-c", script]))
 }
 
@@ -118,8 +118,8 @@ fn lines(path: &Path) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn ends(place: &Place, done: &Output, code: i32) -> String {
-    let said = place.told(&done.stderr);
+fn ends(dir: &TestDir, done: &Output, code: i32) -> String {
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(code), "{said}");
     assert!(!said.contains(CANARY) && !String::from_utf8_lossy(&done.stdout).contains(CANARY), "{said}");
     said
@@ -137,8 +137,8 @@ fn check_files(folder: &Path) {
                 continue;
             }
             let bytes = std::fs::read(&path).unwrap();
-            let found = bytes.windows(CANARY.len()).any(|window| window == CANARY.as_bytes());
-            assert!(!found, "the address is in {}", path.display());
+            let has_secret = bytes.windows(CANARY.len()).any(|window| window == CANARY.as_bytes());
+            assert!(!has_secret, "the address is in {}", path.display());
             files += 1;
         }
     }
@@ -147,9 +147,9 @@ fn check_files(folder: &Path) {
 
 #[test]
 fn a_skipped_step_reaches_a_program_and_a_server_that_fails_at_first() {
-    let place = diverging(&[3, 4]);
+    let dir = diverging(&[3, 4]);
     let server = HookDouble::start(&[Answer::Status(500), Answer::Status(200)]);
-    let (webhook, command) = (format!("alerts.webhook={}", server.url()), program(&place));
+    let (webhook, command) = (format!("alerts.webhook={}", server.url()), program(&dir));
     let sets = [
         "--set",
         &webhook,
@@ -160,42 +160,42 @@ fn a_skipped_step_reaches_a_program_and_a_server_that_fails_at_first() {
         "--set",
         "checkpoint.save_steps=4",
     ];
-    let done = place.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
-    let said = ends(&place, &done, 0);
+    let done = dir.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
+    let said = ends(&dir, &done, 0);
     assert_eq!(
         said.lines().filter(|line| line.starts_with("warning: ")).count(),
         2,
         "both steps, no more: {said}"
     );
-    let written = lines(&place.path("out/alerts.jsonl"));
+    let written = lines(&dir.path("out/alerts.jsonl"));
     assert_eq!(written.len(), 1, "one incident: {written:?}");
     assert_eq!((&written[0]["rule"], &written[0]["step"]), (&json!("non_finite"), &json!(3)));
     let keys: Vec<&String> = written[0].as_object().unwrap().keys().collect();
     assert_eq!(keys, ["rule", "step", "value", "message", "time"]);
-    let (told, posted) = (lines(&place.path("told")), server.posted());
+    let (told, posted) = (lines(&dir.path("told")), server.posted());
     assert_eq!((told.len(), posted.len()), (1, 2), "{told:?} {posted:?}");
     assert!(told[0] == posted[0] && posted[0] == posted[1], "{told:?} {posted:?}");
     let keys: Vec<&String> = posted[0].as_object().unwrap().keys().collect();
     assert_eq!(keys, ["text", "rule", "step", "value", "message", "time", "run", "host"]);
     assert!(posted[0]["text"].as_str().unwrap().contains("non_finite: step 3 diverged and updated nothing"));
-    check_files(&place.path("out"));
+    check_files(&dir.path("out"));
     // A resumed run appends to the file.
-    let resumed = place.command(&lora(&[&ON_TEXT[..], &sets, &["--resume"]].concat())).output().unwrap();
-    ends(&place, &resumed, 0);
-    assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
+    let resumed = dir.command(&lora(&[&ON_TEXT[..], &sets, &["--resume"]].concat())).output().unwrap();
+    ends(&dir, &resumed, 0);
+    assert_eq!(lines(&dir.path("out/alerts.jsonl")).len(), 1);
 }
 
 #[test]
 fn a_run_that_ends_diverged_has_said_so_to_its_server() {
-    let place = diverging(&[3]);
+    let dir = diverging(&[3]);
     let server = HookDouble::start(&[Answer::Status(200)]);
     let recipe = "[adapter]\nr = 4\n[optimizer]\nlearning_rate = 1e-4\n[alerts]\nrules = [\"non_finite\"]\n\
                   webhook = \"env:HOOK\"\n[data]\npacking = false\nshuffle = false\n";
-    place.write("my.toml", recipe);
+    dir.write("my.toml", recipe);
     let base = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "my.toml"];
     let args = [&base[..], &ON_TEXT[..]].concat();
-    let done = place.command(&args).env("HOOK", server.url()).output().unwrap();
-    let said = ends(&place, &done, 4);
+    let done = dir.command(&args).env("HOOK", server.url()).output().unwrap();
+    let said = ends(&dir, &done, 4);
     assert!(said.contains("error: the numbers diverged at step 3\n"), "{said}");
     let posted = server.posted();
     assert_eq!(posted.len(), 1, "{posted:?}");
@@ -206,31 +206,31 @@ fn a_run_that_ends_diverged_has_said_so_to_its_server() {
             .unwrap()
             .starts_with("the run has ended: the numbers diverged at step 3")
     );
-    check_files(&place.path("out"));
+    check_files(&dir.path("out"));
 }
 
 #[test]
 fn a_server_that_hangs_ends_no_run() {
-    let place = diverging(&[2]);
+    let dir = diverging(&[2]);
     let server = HookDouble::start(&[Answer::Hang]);
     let webhook = format!("alerts.webhook={}", server.url());
     let sets = ["--set", &webhook, "--set", "train.on_nan=skip"];
-    let done = place.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
-    let said = ends(&place, &done, 0);
+    let done = dir.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
+    let said = ends(&dir, &done, 0);
     assert!(
         said.contains("warning: not all alerts had reached the webhook at 127.0.0.1 when the run was over"),
         "{said}"
     );
     assert!(said.contains("adapter saved in out"), "{said}");
     assert_eq!(server.posted().len(), 1);
-    check_files(&place.path("out"));
+    check_files(&dir.path("out"));
 }
 
 /// An unreachable webhook, a program that fails, and an adapter that does not change: one warning
 /// each.
 #[test]
 fn who_cannot_be_reached_is_said_once() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let webhook = format!("alerts.webhook=http://127.0.0.1:{port}/{CANARY}");
     let sets = [
@@ -243,8 +243,8 @@ fn who_cannot_be_reached_is_said_once() {
         "--set",
         r#"alerts.command=["false"]"#,
     ];
-    let done = place.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
-    let said = ends(&place, &done, 0);
+    let done = dir.command(&lora(&[&ON_TEXT[..], &sets].concat())).output().unwrap();
+    let said = ends(&dir, &done, 0);
     let mut warnings: Vec<&str> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
     warnings.sort_unstable();
     assert_eq!(warnings.len(), 3, "{said}");
@@ -254,40 +254,40 @@ fn who_cannot_be_reached_is_said_once() {
     );
     assert!(warnings[1].starts_with("warning: an alert did not reach the webhook at 127.0.0.1: "), "{said}");
     assert!(warnings[2].starts_with("warning: step 3: the gradient norm has been 0 for 3 steps"), "{said}");
-    let written = lines(&place.path("out/alerts.jsonl"));
+    let written = lines(&dir.path("out/alerts.jsonl"));
     assert_eq!((written.len(), &written[0]["rule"]), (1, &json!("no_progress")));
-    check_files(&place.path("out"));
+    check_files(&dir.path("out"));
 }
 
 /// A run that ends because a rank hangs. Only builds with debug assertions plant faults.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_that_hangs_is_an_alert() {
-    let place = Place::new();
-    let command = program(&place);
+    let dir = TestDir::new();
+    let command = program(&dir);
     let sets = ["--set", "parallel.timeout_secs=3", "--set", &command];
-    let mut run = place.command(&lora(&[&ON_TEXT[..], &sets].concat()));
+    let mut run = dir.command(&lora(&[&ON_TEXT[..], &sets].concat()));
     run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "0:backward:4:hang");
-    let said = ends(&place, &run.output().unwrap(), 75);
+    let said = ends(&dir, &run.output().unwrap(), 75);
     assert!(said.contains("error: rank 0 hangs: no progress in phase backward\n"), "{said}");
-    let told = lines(&place.path("told"));
+    let told = lines(&dir.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("stall"), &json!(2)));
-    assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
+    assert_eq!(lines(&dir.path("out/alerts.jsonl")).len(), 1);
 }
 
 /// The second rank is slow, so the first one waits in nearly all of each step.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_device_that_waits_is_an_alert() {
-    let place = Place::new();
-    let command = program(&place);
+    let dir = TestDir::new();
+    let command = program(&dir);
     let sets = ["--set", "train.max_steps=24", "--set", r#"alerts.rules=["idle_device"]"#, "--set", &command];
     let ranks = ["--ranks", "2", "--set", "parallel.strategy=ddp"];
-    let mut run = place.command(&lora(&[&ON_TEXT[..4], &sets, &ranks].concat()));
+    let mut run = dir.command(&lora(&[&ON_TEXT[..4], &sets, &ranks].concat()));
     run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:forward:slow=150ms");
-    ends(&place, &run.output().unwrap(), 0);
-    let told = lines(&place.path("told"));
+    ends(&dir, &run.output().unwrap(), 0);
+    let told = lines(&dir.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("idle_device"), &json!(20)));
 }
@@ -295,18 +295,18 @@ fn a_device_that_waits_is_an_alert() {
 /// The model memorizes one row and then meets another.
 #[test]
 fn a_loss_far_above_those_before_is_an_alert() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let row = |i| if i == 105 { "zebras fly 1234567 quickly" } else { "the island of a sea was quiet" };
-    place.write(
+    dir.write(
         "rows.jsonl",
         &(1..=110).map(|i| json!({ "text": row(i) }).to_string() + "\n").collect::<String>(),
     );
     let sets = ["--set", "train.max_steps=110", "--set", "optimizer.learning_rate=1e-2"];
-    let command = program(&place);
-    let done = place.command(&lora(&[&ON_TEXT[..4], &sets, &["--set", &command]].concat())).output().unwrap();
-    let said = ends(&place, &done, 0);
+    let command = program(&dir);
+    let done = dir.command(&lora(&[&ON_TEXT[..4], &sets, &["--set", &command]].concat())).output().unwrap();
+    let said = ends(&dir, &done, 0);
     assert_eq!(said.matches("far above those of the 64 steps before it").count(), 1, "{said}");
-    let told = lines(&place.path("told"));
+    let told = lines(&dir.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("loss_spike"), &json!(105)));
 }
@@ -314,11 +314,11 @@ fn a_loss_far_above_those_before_is_an_alert() {
 /// Unusable settings are refused before anything is loaded, without showing the address.
 #[test]
 fn alerts_that_could_not_be_delivered_are_refused() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let refused = |more: &[&str]| {
-        let done = place.command(&lora(&[more, &["--quiet"]].concat())).output().unwrap();
-        assert!(!place.path("out").exists());
-        ends(&place, &done, 1)
+        let done = dir.command(&lora(&[more, &["--quiet"]].concat())).output().unwrap();
+        assert!(!dir.path("out").exists());
+        ends(&dir, &done, 1)
     };
     assert_snapshot!(refused(&["--set", r#"alerts.command=["no-such-program"]"#]), @"
     error: cannot use `alerts.command`
@@ -350,16 +350,16 @@ fn alerts_that_could_not_be_delivered_are_refused() {
       caused by: --set alerts.webhook=(hidden): `alerts.webhook` has no effect with `rules = []`, which disables all alerts
     hint: remove `rules` to watch for all of them, or remove `webhook`
     ");
-    place.write("bare.toml", &format!("[alerts]\nwebhook = https://hooks.example/{CANARY}\n"));
-    let done = place.command(&["--recipe", "bare.toml"]).output().unwrap();
-    assert_snapshot!(ends(&place, &done, 1), @r#"
+    dir.write("bare.toml", &format!("[alerts]\nwebhook = https://hooks.example/{CANARY}\n"));
+    let done = dir.command(&["--recipe", "bare.toml"]).output().unwrap();
+    assert_snapshot!(ends(&dir, &done, 1), @r#"
     error: cannot use recipe bare.toml
       caused by: bare.toml:2:11: not TOML: https://(hidden) is not a value
     hint: write "https://(hidden)" for a text, true or false for a switch
     "#);
     // The message shows the command as typed, without the address.
-    let done = place.command(&["--set", &hook]).output().unwrap();
-    assert_snapshot!(ends(&place, &done, 1), @r#"
+    let done = dir.command(&["--set", &hook]).output().unwrap();
+    assert_snapshot!(ends(&dir, &done, 1), @r#"
     error: cannot use these settings
       caused by: `model.id` is not set
       caused by: `data.train` is not set

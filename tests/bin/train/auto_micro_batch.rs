@@ -15,8 +15,8 @@
 
 use serde_json::Value;
 
-use crate::place::Place;
 use crate::plan::sizing::{plan, shapes};
+use crate::test_dir::TestDir;
 
 /// The limit that the next larger micro-batch would exceed.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +45,7 @@ struct Case<'a> {
 }
 
 impl Case<'_> {
-    fn planned(&self, place: &Place, size: &str, accumulation: u64) -> Value {
+    fn planned(&self, dir: &TestDir, size: &str, accumulation: u64) -> Value {
         let [model, machine, recipe] = self.run;
         let size = format!("train.micro_batch_size={size}");
         let accumulation = format!("train.gradient_accumulation_steps={accumulation}");
@@ -54,10 +54,10 @@ impl Case<'_> {
         for set in [size.as_str(), &accumulation, &row].iter().chain(self.sets) {
             args.extend(["--set", *set]);
         }
-        plan(place, model, &args)
+        plan(dir, model, &args)
     }
 
-    fn check(&self, place: &Place) {
+    fn check(&self, dir: &TestDir) {
         let [rows, taken, row] = self.rows;
         let what = format!("{:?} {:?}, {rows} rows of {row}", self.run, self.sets);
         let of = |said: &Value| {
@@ -68,14 +68,14 @@ impl Case<'_> {
                 said["recompute"].as_str().unwrap().to_owned(),
             )
         };
-        let auto = self.planned(place, "auto", rows);
+        let auto = self.planned(dir, "auto", rows);
         assert_eq!(of(&auto), (taken * row, rows / taken, self.recompute.to_owned()), "{what}");
         assert_eq!(auto["fits"], true, "{what}");
         // The same size given explicitly has the same plan.
-        let fixed = self.planned(place, &taken.to_string(), rows / taken);
+        let fixed = self.planned(dir, &taken.to_string(), rows / taken);
         assert_eq!((&fixed["bytes"], of(&fixed)), (&auto["bytes"], of(&auto)), "{what}");
         let next = (taken + 1..=rows).find(|size| rows.is_multiple_of(*size));
-        let larger = next.map(|size| self.planned(place, &size.to_string(), rows / size));
+        let larger = next.map(|size| self.planned(dir, &size.to_string(), rows / size));
         let most = if self.run[1].starts_with("cpu") { 2048 } else { 16_384 };
         let stops = larger.as_ref().map_or(matches!(self.stop, Stop::Rows), |larger| {
             let (fits, again) = (larger["fits"] == true, larger["recompute"] != self.recompute);
@@ -94,8 +94,8 @@ impl Case<'_> {
 
 #[test]
 fn auto_takes_what_fits_and_makes_a_difference() {
-    let place = shapes();
-    let case = |run, sets, rows, recompute, stop| Case { run, sets, rows, recompute, stop }.check(&place);
+    let dir = shapes();
+    let case = |run, sets, rows, recompute, stop| Case { run, sets, rows, recompute, stop }.check(&dir);
     let (qlora, lora) = (["8B", "4090", "qlora"], ["8B", "4090", "lora"]);
     // 6.98 billion weights in 4 bits at 0.516 bytes and 2.1 GB of embedding and head are 5.70 GB,
     // with the adapters 6.46 GB. Two rows are 4,096 tokens, 12.4 GB: 18.9 GB, and with 0.7 GB of
@@ -118,8 +118,8 @@ fn auto_takes_what_fits_and_makes_a_difference() {
 /// 16 blocks). An H100 could hold many more.
 #[test]
 fn auto_takes_no_more_tokens_than_make_a_difference() {
-    let place = shapes();
-    let case = |run, sets, rows, stop| Case { run, sets, rows, recompute: "none", stop }.check(&place);
+    let dir = shapes();
+    let case = |run, sets, rows, stop| Case { run, sets, rows, recompute: "none", stop }.check(&dir);
     let gpu = ["1B", "H100-80GB", "lora"];
     case(gpu, &[], [64, 8, 2048], Stop::TokensAlone);
     case(gpu, &[], [64, 32, 512], Stop::TokensAlone);

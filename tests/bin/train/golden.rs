@@ -300,10 +300,10 @@ fn paths(model: &str) -> (String, String) {
 #[test]
 fn splits_of_a_batch_give_the_same_curve() {
     let (model, data) = paths("tiny-llama");
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let mut curves = Vec::new();
     for (micro, accumulation) in [("1", 8), ("2", 4), ("4", 2), ("8", 1), ("auto", 8)] {
-        let output = place.path().join(format!("{micro}x{accumulation}")).display().to_string();
+        let output = dir.path().join(format!("{micro}x{accumulation}")).display().to_string();
         let micro = format!("train.micro_batch_size={micro}");
         let accumulation = format!("train.gradient_accumulation_steps={accumulation}");
         let more = [
@@ -317,7 +317,7 @@ fn splits_of_a_batch_give_the_same_curve() {
         curves.push(losses(Path::new(&output)));
     }
     // Short rows: all rows of the step fit in memory at once.
-    let decided = std::fs::read_to_string(place.path().join("autox8/recipe.toml")).unwrap();
+    let decided = std::fs::read_to_string(dir.path().join("autox8/recipe.toml")).unwrap();
     assert!(decided.contains("micro_batch_size = 8\ngradient_accumulation_steps = 1\n"), "{decided}");
     assert_eq!(curves[4], curves[3]);
     assert_eq!(curves[0].len(), 20);
@@ -338,8 +338,8 @@ fn a_resumed_run_equals_the_unbroken_one() {
         ("lora", "adapter_model.safetensors", "optimizer.learning_rate=1e-3"),
         ("full", "model.safetensors", "optimizer.learning_rate=1e-3"),
     ] {
-        let place = tempfile::tempdir().unwrap();
-        let output = |name: &str| place.path().join(name).display().to_string();
+        let dir = tempfile::tempdir().unwrap();
+        let output = |name: &str| dir.path().join(name).display().to_string();
         let flags = |output: &str, dropout: bool| -> Vec<String> {
             let mut more = vec![
                 rate,
@@ -379,8 +379,8 @@ fn a_resumed_run_equals_the_unbroken_one() {
 #[test]
 fn a_tie_that_is_kept_trains_as_one() {
     let (model, data) = paths("tiny-llama3");
-    let place = tempfile::tempdir().unwrap();
-    let folder = |name: &str| place.path().join(name).display().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = |name: &str| dir.path().join(name).display().to_string();
     let text = golden().join("data/text.jsonl").display().to_string();
     let loss = |more: &[&str]| {
         let mut args = vec!["eval", "--dataset", &text, "--set", "data.max_seq_len=96", "--json"];
@@ -427,7 +427,7 @@ fn a_tie_that_is_kept_trains_as_one() {
 #[test]
 fn modules_that_train_whole_keep_their_familys_names() {
     let data = golden().join("data/text.jsonl").display().to_string();
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for (name, module, saved, stored) in [
         ("tiny-gpt-neox", "embed_out", "lm_head.weight", "embed_out.weight"),
         ("tiny-gpt-neox", "lm_head", "lm_head.weight", "embed_out.weight"),
@@ -441,7 +441,7 @@ fn modules_that_train_whole_keep_their_familys_names() {
         ),
     ] {
         let model = golden().join("families/models").join(name).display().to_string();
-        let folder = |end: &str| place.path().join(format!("{name} {module}{end}")).display().to_string();
+        let folder = |end: &str| dir.path().join(format!("{name} {module}{end}")).display().to_string();
         let (adapter, merged) = (folder(""), folder(" merged"));
         let whole = format!("adapter.modules_to_save=[{module:?}]");
         succeed(&lora_flags(

@@ -10,7 +10,7 @@ use finetune::report::MetricsEntry;
 use insta::assert_snapshot;
 use serde_json::{Value, json};
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// Upper bound for a run or a program to reach a state on a busy machine.
 const LONGEST: Duration = Duration::from_secs(240);
@@ -21,22 +21,22 @@ fn shell(script: &str) -> String {
 }
 
 /// The setting for a script that writes its input to the file `got`.
-fn keeps(place: &Place) -> String {
-    shell(&format!("cat > {}", place.path("got").display()))
+fn keeps(dir: &TestDir) -> String {
+    shell(&format!("cat > {}", dir.path("got").display()))
 }
 
 fn lines(path: &Path) -> Vec<String> {
     std::fs::read_to_string(path).unwrap_or_default().lines().map(str::to_owned).collect()
 }
 
-fn events(place: &Place) -> Vec<Value> {
-    lines(&place.path("got")).iter().map(|line| serde_json::from_str(line).unwrap()).collect()
+fn events(dir: &TestDir) -> Vec<Value> {
+    lines(&dir.path("got")).iter().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Returns the printed text of a run with these flags, which ends with `code`.
-fn ends(place: &Place, args: &[&str], code: i32) -> String {
-    let done = place.command(args).output().unwrap();
-    let said = place.told(&done.stderr);
+fn ends(dir: &TestDir, args: &[&str], code: i32) -> String {
+    let done = dir.command(args).output().unwrap();
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(code), "{said}");
     said
 }
@@ -55,16 +55,16 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 
 #[test]
 fn a_program_gets_the_run_and_every_line_of_metrics_jsonl() {
-    let place = Place::new();
-    place.write(
+    let dir = TestDir::new();
+    dir.write(
         "held.jsonl",
         r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}"#,
     );
-    let (command, secret) = (keeps(&place), "alerts.webhook=http://127.0.0.1:9/canary");
+    let (command, secret) = (keeps(&dir), "alerts.webhook=http://127.0.0.1:9/canary");
     let more = ["--eval-dataset", "held.jsonl", "--ranks", "2", "--set", &command, "--set", secret];
-    let said = ends(&place, &lora(&more), 0);
+    let said = ends(&dir, &lora(&more), 0);
     assert_eq!(warnings(&said), [""; 0], "{said}");
-    let (got, written) = (lines(&place.path("got")), lines(&place.path("out/metrics.jsonl")));
+    let (got, written) = (lines(&dir.path("got")), lines(&dir.path("out/metrics.jsonl")));
     let expected: Vec<String> =
         written.iter().map(|line| format!("{{\"event\":\"metrics\",{}", &line[1..])).collect();
     assert_eq!(got[1..got.len() - 1], expected);
@@ -83,7 +83,7 @@ fn a_program_gets_the_run_and_every_line_of_metrics_jsonl() {
         assert_eq!(recipe[key], value, "{key}");
     }
     assert!(first["started"].take().as_str().unwrap().starts_with("20"), "{first}");
-    let output = place.path("out").display().to_string();
+    let output = dir.path("out").display().to_string();
     assert_eq!(
         first,
         json!({
@@ -99,28 +99,28 @@ fn a_program_gets_the_run_and_every_line_of_metrics_jsonl() {
 #[test]
 fn gpus_are_numbered_by_their_bus() {
     for (given, order) in [(None, "PCI_BUS_ID"), (Some("FASTEST_FIRST"), "FASTEST_FIRST")] {
-        let place = Place::new();
-        let script = format!("echo $CUDA_DEVICE_ORDER > {}; cat > /dev/null", place.path("got").display());
-        let mut run = place.command(&lora(&["--set", &shell(&script)]));
+        let dir = TestDir::new();
+        let script = format!("echo $CUDA_DEVICE_ORDER > {}; cat > /dev/null", dir.path("got").display());
+        let mut run = dir.command(&lora(&["--set", &shell(&script)]));
         run.env_remove("CUDA_DEVICE_ORDER").envs(given.map(|order| ("CUDA_DEVICE_ORDER", order)));
         assert!(run.output().unwrap().status.success());
-        assert_eq!(lines(&place.path("got")), [order]);
+        assert_eq!(lines(&dir.path("got")), [order]);
     }
 }
 
 /// Starts a long run, stops it by SIGTERM after its first step, and returns the lines.
-fn stopped(place: &Place, more: &[&str]) -> Vec<Value> {
-    std::fs::remove_file(place.path("got")).unwrap_or_default();
-    let command = keeps(place);
+fn stopped(dir: &TestDir, more: &[&str]) -> Vec<Value> {
+    std::fs::remove_file(dir.path("got")).unwrap_or_default();
+    let command = keeps(dir);
     let args = lora(&[&["--set", &command, "--set", "train.max_steps=5000"], more].concat());
-    let mut run = place.command(&args).stderr(Stdio::null()).spawn().unwrap();
+    let mut run = dir.command(&args).stderr(Stdio::null()).spawn().unwrap();
     until("no step was logged", || {
         assert!(run.try_wait().unwrap().is_none(), "it ended before");
-        std::fs::read_to_string(place.path("got")).is_ok_and(|got| got.contains(r#""loss":"#))
+        std::fs::read_to_string(dir.path("got")).is_ok_and(|got| got.contains(r#""loss":"#))
     });
     signal(&run, "-TERM");
     assert_eq!(run.wait().unwrap().code(), Some(85));
-    events(place)
+    events(dir)
 }
 
 fn signal(run: &Child, name: &str) {
@@ -129,11 +129,11 @@ fn signal(run: &Child, name: &str) {
 
 #[test]
 fn a_stopped_run_says_so_and_a_resumed_one_names_its_step() {
-    let place = Place::new();
-    let got = stopped(&place, &[]);
+    let dir = TestDir::new();
+    let got = stopped(&dir, &[]);
     assert_eq!(got[got.len() - 1], json!({ "event": "end", "status": "stopped", "dropped": 0 }));
     let last = got[got.len() - 2]["step"].as_u64().unwrap();
-    let again = stopped(&place, &["--resume"]);
+    let again = stopped(&dir, &["--resume"]);
     assert_eq!(again[0]["resumed_step"], json!(last));
     assert_eq!(again[1]["step"], json!(last + 1));
 }
@@ -149,10 +149,10 @@ const DIVERGES: [&str; 6] = [
 
 #[test]
 fn a_failed_run_says_why() {
-    let place = Place::new();
-    let command = keeps(&place);
-    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
-    let got = events(&place);
+    let dir = TestDir::new();
+    let command = keeps(&dir);
+    let said = ends(&dir, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
+    let got = events(&dir);
     let end = &got[got.len() - 1];
     assert_eq!((&end["event"], &end["status"]), (&json!("end"), &json!("failed")), "{said}");
     let why = end["error"].as_str().unwrap();
@@ -162,25 +162,25 @@ fn a_failed_run_says_why() {
 /// The program sees the record and the report that the run leaves.
 #[test]
 fn the_last_line_comes_when_the_run_is_complete_on_disk() {
-    let place = Place::new();
-    let (record, report) = (place.path("out/.finetune/run.json"), place.path("out/report.html"));
-    let (record, report, seen) = (record.display(), report.display(), place.path("seen"));
+    let dir = TestDir::new();
+    let (record, report) = (dir.path("out/.finetune/run.json"), dir.path("out/report.html"));
+    let (record, report, seen) = (record.display(), report.display(), dir.path("seen"));
     let command = shell(&format!("cat > /dev/null; cat {record} {report} > {}", seen.display()));
-    let said = ends(&place, &lora(&["--set", &command]), 0);
+    let said = ends(&dir, &lora(&["--set", &command]), 0);
     assert_eq!(warnings(&said), [""; 0], "{said}");
-    let left = ["out/.finetune/run.json", "out/report.html"].map(|name| std::fs::read(place.path(name)));
+    let left = ["out/.finetune/run.json", "out/report.html"].map(|name| std::fs::read(dir.path(name)));
     assert!(std::fs::read(&seen).unwrap() == left.map(Result::unwrap).concat(), "{said}");
 }
 
 /// The program ends after the last line, and then an alert has been delivered.
 #[test]
 fn an_alert_does_not_wait_for_the_program() {
-    let place = Place::new();
-    let (told, seen) = (place.path("told"), place.path("seen"));
+    let dir = TestDir::new();
+    let (told, seen) = (dir.path("told"), dir.path("seen"));
     let (told, copy) = (told.display(), seen.display());
     let command = shell(&format!("cat > /dev/null; cp {told} {copy}"));
     let alert = format!("alerts.command={}", json!(["sh", "-c", format!("cat > {told}")]));
-    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command, "--set", &alert]].concat()), 4);
+    let said = ends(&dir, &lora(&[&DIVERGES[..], &["--set", &command, "--set", &alert]].concat()), 4);
     let seen = std::fs::read_to_string(seen).unwrap_or_default();
     assert!(seen.contains("non_finite"), "{seen}\n{said}");
 }
@@ -188,14 +188,14 @@ fn an_alert_does_not_wait_for_the_program() {
 /// The run ends although the program neither reads nor ends, and the program ends with it.
 #[test]
 fn a_program_that_does_nothing_holds_up_no_end() {
-    let place = Place::new();
-    let command = shell(&format!("echo $$ > {}; exec sleep 4321", place.path("pid").display()));
-    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
+    let dir = TestDir::new();
+    let command = shell(&format!("echo $$ > {}; exec sleep 4321", dir.path("pid").display()));
+    let said = ends(&dir, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
     let about: Vec<&str> = warnings(&said).into_iter().filter(|line| line.contains("log.command")).collect();
     let expected = "warning: the program of `log.command` may miss lines of this run: `sh` still ran 30 s after the run, and was killed";
     assert_eq!(about, [expected], "{said}");
     if cfg!(target_os = "linux") {
-        let pid = std::fs::read_to_string(place.path("pid")).unwrap();
+        let pid = std::fs::read_to_string(dir.path("pid")).unwrap();
         let stat = Path::new("/proc").join(pid.trim()).join("stat");
         until("the program lives on", || {
             let stat = std::fs::read_to_string(&stat).unwrap_or_default();
@@ -207,11 +207,11 @@ fn a_program_that_does_nothing_holds_up_no_end() {
 /// A killed run ends the input of the program, which then ends by itself.
 #[test]
 fn a_program_sees_that_its_run_was_killed() {
-    let place = Place::new();
-    let (got, over) = (place.path("got"), place.path("over"));
+    let dir = TestDir::new();
+    let (got, over) = (dir.path("got"), dir.path("over"));
     let command = shell(&format!("cat > {}; echo over > {}", got.display(), over.display()));
     let args = lora(&["--set", &command, "--set", "train.max_steps=5000"]);
-    let mut run = place.command(&args).stderr(Stdio::null()).spawn().unwrap();
+    let mut run = dir.command(&args).stderr(Stdio::null()).spawn().unwrap();
     until("no step was logged", || lines(&got).len() > 1);
     signal(&run, "-KILL");
     run.wait().unwrap();
@@ -245,17 +245,17 @@ fn figures(folder: &Path) -> Vec<MetricsEntry> {
 
 #[test]
 fn a_program_that_dies_is_one_warning_and_changes_nothing() {
-    let place = Place::new();
-    ends(&place, &lora(&[]), 0);
-    std::fs::rename(place.path("out"), place.path("alone")).unwrap();
+    let dir = TestDir::new();
+    ends(&dir, &lora(&[]), 0);
+    std::fs::rename(dir.path("out"), dir.path("alone")).unwrap();
     let script = "echo no module named such >&2; exit 3";
-    let said = ends(&place, &lora(&["--set", &shell(script)]), 0);
+    let said = ends(&dir, &lora(&["--set", &shell(script)]), 0);
     let told = warnings(&said);
     assert_eq!(told.len(), 1, "{said}");
     assert!(told[0].starts_with("warning: no more lines for `log.command`: `sh` ended "), "{said}");
     assert!(told[0].contains(" with exit status: 3"), "{said}");
     assert!(told[0].ends_with(": no module named such"), "{said}");
-    let (alone, out) = (place.path("alone"), place.path("out"));
+    let (alone, out) = (dir.path("alone"), dir.path("out"));
     assert_eq!(files(&alone), files(&out));
     assert!(figures(&alone).len() == 4 && figures(&alone) == figures(&out), "{said}");
     let other: Vec<String> = lines(&out.join("recipe.toml"));
@@ -268,40 +268,40 @@ fn a_program_that_dies_is_one_warning_and_changes_nothing() {
 
 #[test]
 fn a_program_that_cannot_be_started_is_refused_before_training() {
-    let place = Place::new();
-    assert_snapshot!(place.refused(&lora(&["--quiet", "--set", r#"log.command=["no-such-program"]"#])), @"
+    let dir = TestDir::new();
+    assert_snapshot!(dir.refused(&lora(&["--quiet", "--set", r#"log.command=["no-such-program"]"#])), @"
     error: cannot use `log.command`
       caused by: no folder of PATH has a program `no-such-program`
     hint: name a program in a folder of PATH, or write its path
     ");
-    let said = place.refused(&lora(&["--set", r#"log.command=["./none", "x"]"#]));
+    let said = dir.refused(&lora(&["--set", r#"log.command=["./none", "x"]"#]));
     assert!(said.contains("`log.command` is") && said.contains("[DIR]/none does not exist"), "{said}");
-    let said = place.refused(&lora(&["--set", "log.command=wandb"]));
+    let said = dir.refused(&lora(&["--set", "log.command=wandb"]));
     assert!(said.contains("accepted: a list of strings: a program and its arguments"), "{said}");
-    assert!(!place.path("out").exists());
-    let command = keeps(&place);
-    ends(&place, &lora(&["--dry-run", "--set", &command]), 0);
-    assert!(!place.path("got").exists(), "a plan starts it");
+    assert!(!dir.path("out").exists());
+    let command = keeps(&dir);
+    ends(&dir, &lora(&["--dry-run", "--set", &command]), 0);
+    assert!(!dir.path("got").exists(), "a plan starts it");
 }
 
 /// finetune had keys for a client of MLflow.
 #[test]
 fn a_key_of_before_names_its_replacement() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let old = "[log]\nmlflow = \"http://127.0.0.1:5000\"\nmlflow_experiment = \"a\"\n";
-    place.write("old.toml", old);
+    dir.write("old.toml", old);
     let args = ["--recipe", "old.toml", "--model", "model", "--dataset", "rows.jsonl", "--lr", "1e-4"];
-    assert_snapshot!(place.refused(&args), @r#"
+    assert_snapshot!(dir.refused(&args), @r#"
     error: cannot use recipe old.toml
       caused by: old.toml:2:1: unknown key `log.mlflow`; nearest: `log.command`; [log] has: every_steps, tensorboard, metrics_address, peak_tflops, command
       caused by: old.toml:3:1: unknown key `log.mlflow_experiment`; nearest: `log.command`; [log] has: every_steps, tensorboard, metrics_address, peak_tflops, command
     hint: write `command = ["python3", "integrations/mlflow.py"]`
     "#);
     // The recipe of an older run goes on.
-    ends(&place, &lora(&[]), 0);
-    let left = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
-    std::fs::write(place.path("out/recipe.toml"), left.replace("[log]\n", old)).unwrap();
-    let said = ends(&place, &["--resume", "--output", "out"], 0);
+    ends(&dir, &lora(&[]), 0);
+    let left = std::fs::read_to_string(dir.path("out/recipe.toml")).unwrap();
+    std::fs::write(dir.path("out/recipe.toml"), left.replace("[log]\n", old)).unwrap();
+    let said = ends(&dir, &["--resume", "--output", "out"], 0);
     let notes: Vec<&str> = said.lines().filter(|line| line.contains("log.mlflow")).collect();
     for (key, note) in ["mlflow", "mlflow_experiment"].into_iter().zip(&notes) {
         let expected = format!(
@@ -312,12 +312,12 @@ fn a_key_of_before_names_its_replacement() {
     assert!(notes.len() == 2 && said.contains("nothing is left to do"), "{said}");
     // So do other verbs; `plan` prints the notes.
     let recipe = ["--recipe", "out/recipe.toml"];
-    let said = ends(&place, &[&["plan"], &recipe[..]].concat(), 0);
+    let said = ends(&dir, &[&["plan"], &recipe[..]].concat(), 0);
     assert_eq!(said.matches("no longer exists and is ignored").count(), 2, "{said}");
     let verbs: [&[&str]; 3] = [
         &["data", "--model", "model", "--dataset", "rows.jsonl"],
         &["eval", "--model", "model", "--dataset", "rows.jsonl"],
         &["generate", "--model", "model", "--prompt", "Hi", "--max-new-tokens", "1"],
     ];
-    verbs.iter().for_each(|verb| drop(ends(&place, &[*verb, &recipe].concat(), 0)));
+    verbs.iter().for_each(|verb| drop(ends(&dir, &[*verb, &recipe].concat(), 0)));
 }

@@ -9,7 +9,7 @@ use finetune::report::endpoint::{FAMILIES, FamilyKind};
 use insta::assert_snapshot;
 use serde_json::Value;
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
 /// A started run, and the address of its page.
 struct Following {
@@ -20,9 +20,9 @@ struct Following {
 }
 
 impl Following {
-    fn start(place: &Place, more: &[&str]) -> Self {
+    fn start(dir: &TestDir, more: &[&str]) -> Self {
         let args = lora(&[&["--set", "log.metrics_address=127.0.0.1:0"], more].concat());
-        let mut command = place.command(&args);
+        let mut command = dir.command(&args);
         // Slow steps, so that a busy machine still observes each of them.
         command.env("FINETUNE_FAULT", "0:data:slow=100ms").stderr(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().unwrap();
@@ -75,8 +75,8 @@ fn rank_secs(line: &str) -> Vec<f64> {
     rest[..rest.find(']').unwrap()].split(',').map(|secs| secs.parse().unwrap()).collect()
 }
 
-fn lines(place: &Place) -> Vec<Value> {
-    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+fn lines(dir: &TestDir) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -122,10 +122,10 @@ fn compare_step(page: &str, line: &str) {
 
 #[test]
 fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more = ["--ranks", "2", "--eval-dataset", "rows.jsonl", "--set", "train.max_steps=30"];
     let sets = ["--set", "eval.steps=10", "--set", "log.peak_tflops=0.05", "--set", "train.recompute=block"];
-    let run = Following::start(&place, &[&more[..], &sets].concat());
+    let run = Following::start(&dir, &[&more[..], &sets].concat());
     let mut pages = Vec::new();
     while let Some(page) = run.page() {
         pages.push(page);
@@ -133,7 +133,7 @@ fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
     let address = run.address.clone();
     run.finish();
     assert!(TcpStream::connect(address).is_err(), "the page outlives the run");
-    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    let text = std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap();
     let lines: Vec<&str> = text.lines().collect();
     let line_of = |step: f64, has: &str| -> &str {
         lines.iter().find(|line| field(line, "step") == Some(step) && field(line, has).is_some()).unwrap()
@@ -165,18 +165,18 @@ fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
 
 #[test]
 fn a_client_that_is_slow_does_not_end_or_hold_up_a_run() {
-    let place = Place::new();
-    let run = Following::start(&place, &[]);
+    let dir = TestDir::new();
+    let run = Following::start(&dir, &[]);
     // Idle connections, open until the run is over.
     let silent: Vec<_> = (0..40).filter_map(|_| TcpStream::connect(&run.address).ok()).collect();
     run.finish();
-    assert_eq!(lines(&place).len(), 4);
+    assert_eq!(lines(&dir).len(), 4);
     drop(silent);
 }
 
 #[test]
 fn a_run_does_not_begin_without_its_page() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let args = lora(&["--set", &format!("log.metrics_address={address}")])
@@ -184,8 +184,8 @@ fn a_run_does_not_begin_without_its_page() {
         .map(|arg| (*arg).to_owned())
         .collect::<Vec<_>>();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let done = place.command(&args).output().unwrap();
-    let told = place.told(&done.stderr);
+    let done = dir.command(&args).output().unwrap();
+    let told = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{told}");
     let from = told.find("error:").unwrap();
     assert_snapshot!(told[from..].replace(&address, "[ADDRESS]"), @"
@@ -194,16 +194,16 @@ fn a_run_does_not_begin_without_its_page() {
       caused by: Address already in use (os error 98)
     hint: write another port, such as `--set log.metrics_address=127.0.0.1:9465`; port 0 takes a free one
     ");
-    assert!(!place.path("out/metrics.jsonl").exists() && !place.path("out/run.json").exists());
+    assert!(!dir.path("out/metrics.jsonl").exists() && !dir.path("out/run.json").exists());
 }
 
 /// Returns the error of a run with these keys.
 fn refused(sets: &[&str]) -> String {
-    let place = Place::new();
+    let dir = TestDir::new();
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    let done = place.command(&lora(&sets)).output().unwrap();
+    let done = dir.command(&lora(&sets)).output().unwrap();
     assert_eq!(done.status.code(), Some(1));
-    place.told(&done.stderr)
+    dir.told(&done.stderr)
 }
 
 #[test]
@@ -222,12 +222,12 @@ fn addresses_that_are_none_are_refused() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_slow_rank_is_named_within_20_steps() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let args = lora(&["--ranks", "2", "--set", "train.max_steps=20"]);
-    let mut run = place.command(&args);
+    let mut run = dir.command(&args);
     run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:backward:slow=150ms");
     let done = run.output().unwrap();
-    let told = place.told(&done.stderr);
+    let told = dir.told(&done.stderr);
     assert!(done.status.success(), "{told}");
     let named: Vec<&str> =
         told.lines().filter(|line| line.contains(" is the slowest, and the others wait for it")).collect();
@@ -268,7 +268,7 @@ fn the_dashboard_asks_for_what_is_served() {
     for panel in dashboard["panels"].as_array().unwrap() {
         for target in panel["targets"].as_array().unwrap() {
             let expr = target["expr"].as_str().unwrap();
-            let names: Vec<&str> = name.find_iter(expr).map(|found| found.as_str()).collect();
+            let names: Vec<&str> = name.find_iter(expr).map(|matched| matched.as_str()).collect();
             assert!(!names.is_empty(), "{expr}");
             asked.extend(names.into_iter().map(str::to_owned));
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use finetune::weights::{ModelFiles, TensorInfo};
 use serde_json::{Value, json};
 
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::test_dir::{TestDir, copy_folder, golden, lora};
 
 /// Keys as a later version of the program may have added them.
 const KEYS: [&str; 4] =
@@ -30,24 +30,24 @@ fn forget(checkpoint: &Path, keys: &[&str]) {
 
 #[test]
 fn a_key_that_a_checkpoint_does_not_know_counts_as_its_default() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let run = |output: &str, more: &[&str]| {
         let args = lora(&[&["--set", "checkpoint.save_steps=2"], more].concat());
         let args: Vec<_> = args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect();
-        let done = place.command(&args).output().unwrap();
-        (done.status.success(), place.told(&done.stderr))
+        let done = dir.command(&args).output().unwrap();
+        (done.status.success(), dir.told(&done.stderr))
     };
     let (whole, said) = run("out", &[]);
     assert!(whole, "{said}");
     for output in ["older", "changed"] {
-        let checkpoint = place.path(&format!("{output}/checkpoint-2"));
-        std::fs::create_dir(place.path(output)).unwrap();
-        copy_folder(&place.path("out/checkpoint-2"), &checkpoint);
+        let checkpoint = dir.path(&format!("{output}/checkpoint-2"));
+        std::fs::create_dir(dir.path(output)).unwrap();
+        copy_folder(&dir.path("out/checkpoint-2"), &checkpoint);
         forget(&checkpoint, &KEYS);
     }
     let (resumed, said) = run("older", &["--resume"]);
     assert!(resumed, "{said}");
-    let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
+    let adapter = |output: &str| std::fs::read(dir.path(output).join("adapter_model.safetensors")).unwrap();
     assert!(adapter("older") == adapter("out"), "resumed from an older checkpoint: other bytes");
     // A value other than the default is another run.
     let (resumed, said) = run("changed", &["--resume", "--set", "train.max_grad_norm=0.5"]);
@@ -59,7 +59,7 @@ fn a_key_that_a_checkpoint_does_not_know_counts_as_its_default() {
 /// below).
 #[test]
 fn a_kept_checkpoint_of_the_first_schema_goes_on() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let run = |model: &str, output: &str, more: &[&str]| {
         let keys = ["--set", "adapter.r=2", "--set", r#"adapter.target_modules=["q_proj"]"#, "--ranks", "1"];
         let args = lora(&[&keys[..], more].concat());
@@ -71,14 +71,14 @@ fn a_kept_checkpoint_of_the_first_schema_goes_on() {
                 arg => arg,
             })
             .collect();
-        let done = place.command(&args).output().unwrap();
-        (done.status.code(), place.told(&done.stderr))
+        let done = dir.command(&args).output().unwrap();
+        (done.status.code(), dir.told(&done.stderr))
     };
     for output in ["older", "other-base"] {
-        std::fs::create_dir(place.path(output)).unwrap();
+        std::fs::create_dir(dir.path(output)).unwrap();
         copy_folder(
             &golden("checkpoints/schema-1/checkpoint-2"),
-            &place.path(&format!("{output}/checkpoint-2")),
+            &dir.path(&format!("{output}/checkpoint-2")),
         );
     }
     assert_eq!(run("model", "unbroken", &[]).0, Some(0));
@@ -88,7 +88,7 @@ fn a_kept_checkpoint_of_the_first_schema_goes_on() {
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("resuming from older/checkpoint-2") && !said.contains("cannot verify"), "{said}");
     let values = |output: &str| {
-        let files = ModelFiles::open_file(&place.path(output).join("adapter_model.safetensors")).unwrap();
+        let files = ModelFiles::open_file(&dir.path(output).join("adapter_model.safetensors")).unwrap();
         let read = |(name, info): (&str, &TensorInfo)| {
             let mut values = vec![0f32; info.elements()];
             files.read_f32(name, &mut values).unwrap();
@@ -102,7 +102,7 @@ fn a_kept_checkpoint_of_the_first_schema_goes_on() {
     assert!(largest < 1e-5, "{largest}");
 
     // The sampled digest differs for another base.
-    let path = place.path("model/model.safetensors");
+    let path = dir.path("model/model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     let end = bytes.len() - 1;
     bytes[end] ^= 1;

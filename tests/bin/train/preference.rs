@@ -8,7 +8,7 @@ use std::process::Output;
 use serde_json::Value;
 
 use crate::golden_run::{metrics, number};
-use crate::place::{Place, golden};
+use crate::test_dir::{TestDir, golden};
 
 /// A golden run of TRL, with its rows.
 struct GoldenRun {
@@ -29,8 +29,14 @@ impl GoldenRun {
         let model = golden("models").join(run["model"].as_str().unwrap());
         let data = golden("preference").join(self.trajectory["data"].as_str().unwrap());
         let text = |path: &Path| path.display().to_string();
-        let mut flags: Vec<String> =
-            vec!["--model".into(), text(&model), "--dataset".into(), text(&data), "--output".into(), text(output)];
+        let mut flags: Vec<String> = vec![
+            "--model".into(),
+            text(&model),
+            "--dataset".into(),
+            text(&data),
+            "--output".into(),
+            text(output),
+        ];
         let mut set = |key: &str, value: String| flags.extend(["--set".to_owned(), format!("{key}={value}")]);
         set("objective.kind", run["kind"].to_string());
         for (key, value) in run["args"].as_object().unwrap() {
@@ -62,8 +68,8 @@ impl GoldenRun {
     /// Repeats the run on `ranks` ranks, and compares its steps.
     fn follows(&self, ranks: u64, more: &[&str]) {
         let run = &self.trajectory["run"];
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("out");
         let (rows, ranks_text) = (run["mb"].as_u64().unwrap() / ranks, ranks.to_string());
         let of_ranks = if ranks > 1 { vec!["--ranks", ranks_text.as_str()] } else { Vec::new() };
         let flags = self.flags(&output, rows, &[&of_ranks, more].concat());
@@ -135,9 +141,10 @@ fn a_resumed_run_equals_the_unbroken_one() {
         ("kto/kto_full", &PRECOMPUTED[..], "model.safetensors"),
         ("orpo/orpo_full", &[][..], "model.safetensors"),
     ] {
-        let (run, place) = (GoldenRun::open(name), tempfile::tempdir().unwrap());
-        let output = |name: &str| place.path().join(name);
-        let more = ["--set", "checkpoint.save_steps=3", "--set", "data.eval_split=4", "--set", "eval.steps=4"];
+        let (run, dir) = (GoldenRun::open(name), tempfile::tempdir().unwrap());
+        let output = |name: &str| dir.path().join(name);
+        let more =
+            ["--set", "checkpoint.save_steps=3", "--set", "data.eval_split=4", "--set", "eval.steps=4"];
         let flags = |to: &str, others: &[&str]| {
             let flags = run.flags(&output(to), 2, &[method, &more, others].concat());
             // A new adapter instead of the given one.
@@ -154,7 +161,8 @@ fn a_resumed_run_equals_the_unbroken_one() {
         let evals = metrics(&output("whole"), "eval_loss");
         assert_eq!(evals.len(), 3, "{name}: before the first step, after the fourth and at the end");
         assert_eq!(evals[2], metrics(&output("resumed"), "eval_loss").pop().unwrap(), "{name}");
-        let own: BTreeMap<String, Value> = serde_json::from_value(evals[2]["eval_objective"].clone()).unwrap();
+        let own: BTreeMap<String, Value> =
+            serde_json::from_value(evals[2]["eval_objective"].clone()).unwrap();
         assert!(own.contains_key("rewards/chosen") && evals[2].get("eval_perplexity").is_none(), "{own:?}");
         if method == PRECOMPUTED {
             std::fs::remove_file(output("whole/reference_log_probs.json")).unwrap();
@@ -168,12 +176,12 @@ fn a_resumed_run_equals_the_unbroken_one() {
 /// A run whose reference is not the model without its adapter says how to get one.
 #[test]
 fn a_reference_that_training_changes_is_refused() {
-    let place = Place::new();
-    place.write("pairs.jsonl", "{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": \"c\"}\n");
+    let dir = TestDir::new();
+    dir.write("pairs.jsonl", "{\"prompt\": \"a\", \"chosen\": \"b\", \"rejected\": \"c\"}\n");
     let refused = |more: &[&str]| {
         let flags = ["--model", "model", "--dataset", "pairs.jsonl", "--output", "out", "--lr", "1e-3"];
         let kind = ["--set", "objective.kind=dpo", "--set", "data.packing=false"];
-        place.refused(&[&flags[..], &kind, more].concat())
+        dir.refused(&[&flags[..], &kind, more].concat())
     };
     let told = refused(&[]);
     assert!(told.contains("all weights train, so no adapter can be switched off"), "{told}");

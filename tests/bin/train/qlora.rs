@@ -31,8 +31,8 @@ struct Run {
 }
 
 impl Run {
-    fn train(place: &Path, name: &str, model: &str, settings: &str) -> Self {
-        let output = place.join(name);
+    fn train(dir: &Path, name: &str, model: &str, settings: &str) -> Self {
+        let output = dir.join(name);
         let data = golden().join("data/sft_messages.jsonl").display().to_string();
         let model = golden().join(model).display().to_string();
         let mut args = vec!["--model".to_owned(), model, "--dataset".into(), data.clone()];
@@ -75,15 +75,15 @@ fn close(a: &[f64], b: &[f64], tolerance: f64) {
 
 #[test]
 fn a_base_stored_in_16_bits_stays_so_and_trains_as_in_32() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let model = golden().join("models/tiny-qwen3").display().to_string();
-    let wide = place.path().join("wide").display().to_string();
+    let wide = dir.path().join("wide").display().to_string();
     let export = ["export", "--model", &model, "--output", &wide, "--format", "hf", "--type", "f32"];
     assert!(finetune(&export.map(str::to_owned)).status.success());
     let settings = "train.max_steps=5 train.max_grad_norm=0 model.dtype=\"f32\" adapter.kind=\"lora\" \
                     train.micro_batch_size=1";
     let train = |name: &str, model: &str, more: &str| {
-        Run::train(place.path(), name, model, &format!("{settings} {more}"))
+        Run::train(dir.path(), name, model, &format!("{settings} {more}"))
     };
     let [narrow, wide] =
         [("narrow", &model), ("wide-run", &wide)].map(|(name, model)| train(name, model, ""));
@@ -112,12 +112,12 @@ fn a_base_stored_in_16_bits_stays_so_and_trains_as_in_32() {
 
 #[test]
 fn a_stored_4_bit_checkpoint_trains_like_its_quantized_original() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let settings = "train.max_steps=5 adapter.kind=\"lora\"";
     let original = format!("{settings} quantization.kind=\"nf4\"");
-    let original = Run::train(place.path(), "original", "models/tiny-llama", &original);
+    let original = Run::train(dir.path(), "original", "models/tiny-llama", &original);
     // The stored checkpoint has no tokenizer, so combine both folders.
-    let stored = place.path().join("stored");
+    let stored = dir.path().join("stored");
     std::fs::create_dir(&stored).unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
         let from = golden().join("models/tiny-llama").join(name);
@@ -128,15 +128,15 @@ fn a_stored_4_bit_checkpoint_trains_like_its_quantized_original() {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(golden().join("quant/tiny-llama-bnb-nf4").join(name), stored.join(name)).unwrap();
     }
-    let stored = Run::train(place.path(), "from-stored", &stored.display().to_string(), settings);
+    let stored = Run::train(dir.path(), "from-stored", &stored.display().to_string(), settings);
     assert_eq!(stored.losses(), original.losses());
 }
 
 #[test]
 fn every_format_trains() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let plain =
-        Run::train(place.path(), "plain", "models/tiny-qwen3", "train.max_steps=12 adapter.kind=\"lora\"");
+        Run::train(dir.path(), "plain", "models/tiny-qwen3", "train.max_steps=12 adapter.kind=\"lora\"");
     for (i, format) in [
         "quantization.kind=\"nf4\" quantization.double_quant=false",
         "quantization.kind=\"fp4\" quantization.block_size=128",
@@ -147,7 +147,7 @@ fn every_format_trains() {
     .enumerate()
     {
         let settings = format!("train.max_steps=12 adapter.kind=\"lora\" {format}");
-        let run = Run::train(place.path(), &format!("run-{i}"), "models/tiny-qwen3", &settings);
+        let run = Run::train(dir.path(), &format!("run-{i}"), "models/tiny-qwen3", &settings);
         let (losses, wanted) = (run.losses(), plain.losses());
         assert!(losses[11] < losses[0], "{format}: {losses:?}");
         // The base differs slightly: 8 bits are closer than 4.
@@ -159,7 +159,7 @@ fn every_format_trains() {
 /// Half a run, a stop and the other half leave the same bytes as one whole run.
 #[test]
 fn resumed_runs_equal_unbroken_ones_with_every_kind_of_state() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for (name, settings) in [
         (
             "dora",
@@ -171,14 +171,14 @@ fn resumed_runs_equal_unbroken_ones_with_every_kind_of_state() {
         ("tables", "adapter.target_modules=[\"q_proj\",\"embed_tokens\",\"lm_head\"]"),
     ] {
         let settings = format!("{settings} checkpoint.save_steps=3 train.max_steps=6");
-        let whole = Run::train(place.path(), &format!("{name}-whole"), "models/tiny-llama", &settings);
-        let halves = Run::train(place.path(), &format!("{name}-halves"), "models/tiny-llama", &settings);
+        let whole = Run::train(dir.path(), &format!("{name}-whole"), "models/tiny-llama", &settings);
+        let halves = Run::train(dir.path(), &format!("{name}-halves"), "models/tiny-llama", &settings);
         std::fs::remove_dir_all(halves.output.join("checkpoint-6")).unwrap();
         for file in ["adapter_model.safetensors", "adapter_config.json"] {
             std::fs::remove_file(halves.output.join(file)).unwrap();
         }
         let resumed = Run::train(
-            place.path(),
+            dir.path(),
             &format!("{name}-halves"),
             "models/tiny-llama",
             &format!("{settings} --resume"),
@@ -190,10 +190,10 @@ fn resumed_runs_equal_unbroken_ones_with_every_kind_of_state() {
 /// PiSSA starts as the base itself, and saves an ordinary adapter of the original base.
 #[test]
 fn pissa_starts_at_the_base_and_fits_it_when_saved() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let train = |name: &str, settings: &str| {
         let settings = format!("train.max_steps=8 eval.at_end=true {settings}");
-        Run::train(place.path(), name, "models/tiny-llama", &settings)
+        Run::train(dir.path(), name, "models/tiny-llama", &settings)
     };
     let (plain, pissa) =
         (train("plain", "adapter.init=\"default\""), train("pissa", "adapter.init=\"pissa\""));
@@ -217,10 +217,10 @@ fn pissa_starts_at_the_base_and_fits_it_when_saved() {
 /// LoftQ's initial adapter compensates part of the quantization error.
 #[test]
 fn loftq_starts_nearer_to_the_unquantized_base() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let first = |name: &str, settings: &str| {
         let settings = format!("train.max_steps=1 adapter.r=16 {settings}");
-        Run::train(place.path(), name, "models/tiny-qwen2", &settings).metrics("eval_loss")[0]
+        Run::train(dir.path(), name, "models/tiny-qwen2", &settings).metrics("eval_loss")[0]
     };
     let exact = first("exact", "adapter.init=\"default\"");
     let plain = first("plain", "quantization.kind=\"fp4\"");
@@ -232,10 +232,10 @@ fn loftq_starts_nearer_to_the_unquantized_base() {
 /// that.
 #[test]
 fn lora_plus_moves_b_faster() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for ratio in [1.0, 8.0] {
         let settings = format!("train.max_steps=1 train.max_grad_norm=0 optimizer.lora_plus_ratio={ratio}");
-        let run = Run::train(place.path(), &format!("ratio-{ratio}"), "models/tiny-llama", &settings);
+        let run = Run::train(dir.path(), &format!("ratio-{ratio}"), "models/tiny-llama", &settings);
         let files = ModelFiles::open_file(&run.output.join("adapter_model.safetensors")).unwrap();
         for (name, info) in files.tensors().filter(|(name, _)| name.contains("lora_B")) {
             let mut values = vec![0f32; info.elements()];
@@ -258,16 +258,16 @@ fn merge(model: &str, adapter: &Path, output: &Path, flags: &str) -> Output {
 
 #[test]
 fn a_merge_is_certified_or_refused() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     for (name, kind) in [("lora", "lora"), ("dora", "dora")] {
         let settings = format!("train.max_steps=6 quantization.kind=\"nf4\" adapter.kind={kind:?}");
-        let run = Run::train(place.path(), name, "models/tiny-llama", &settings);
+        let run = Run::train(dir.path(), name, "models/tiny-llama", &settings);
         let certificate = |output: &Path| -> Value {
             let text = std::fs::read_to_string(output.join("merge.json")).unwrap();
             serde_json::from_str::<Value>(&text).unwrap()["certificate"].clone()
         };
         // Merged onto the base it was trained on, only rounding is lost.
-        let output = place.path().join(format!("{name}-merged"));
+        let output = dir.path().join(format!("{name}-merged"));
         let merged = merge("models/tiny-llama", &run.output, &output, "--dtype f32");
         assert!(merged.status.success(), "{}", told(&merged));
         assert!(told(&merged).contains("the adapter was trained on these"), "{}", told(&merged));
@@ -275,20 +275,19 @@ fn a_merge_is_certified_or_refused() {
         assert!(exact < 1e-7, "{exact}");
         assert_eq!(certificate(&output)["top1_agreement"], Value::from(1.0));
         // Merged onto the original model, the result differs by the loss of 4 bits.
-        let output = place.path().join(format!("{name}-original"));
+        let output = dir.path().join(format!("{name}-original"));
         let other =
             merge("models/tiny-llama", &run.output, &output, "--dtype f32 --base original --max-kl 1");
         assert!(other.status.success(), "{}", told(&other));
         let lost = certificate(&output)["mean_kl"].as_f64().unwrap();
         assert!(lost > 1e-5, "{lost}");
         // Above the accepted difference finetune writes no output.
-        let output = place.path().join(format!("{name}-refused"));
+        let output = dir.path().join(format!("{name}-refused"));
         let refused = merge("models/tiny-llama", &run.output, &output, "--base original --max-kl 1e-7");
         assert_eq!(refused.status.code(), Some(1), "{}", told(&refused));
         assert!(told(&refused).contains("the merged model differs too much from base and adapter"));
         assert!(!output.exists());
-        let left: Vec<_> =
-            std::fs::read_dir(place.path()).unwrap().flatten().map(|e| e.file_name()).collect();
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|e| e.file_name()).collect();
         assert!(!left.iter().any(|file| file.to_string_lossy().contains("refused")), "{left:?}");
     }
 }
@@ -297,10 +296,10 @@ fn a_merge_is_certified_or_refused() {
 /// computes in f32.
 #[test]
 fn tables_in_16_bits_generate_and_evaluate() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     // Stored in bf16, tied.
     let settings = "train.max_steps=2 quantization.kind=\"nf4\" model.dtype=\"f32\"";
-    let run = Run::train(place.path(), "run", "models/tiny-llama3", settings);
+    let run = Run::train(dir.path(), "run", "models/tiny-llama3", settings);
     let recipe = run.output.join("recipe.toml").display().to_string();
     let model = golden().join("models/tiny-llama3").display().to_string();
     let adapter = run.output.display().to_string();
@@ -315,10 +314,10 @@ fn tables_in_16_bits_generate_and_evaluate() {
 /// convolution and the gates of its base.
 #[test]
 fn a_recurrence_keeps_its_values() {
-    let place = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     let model = "families/models/tiny-qwen3-5";
-    let run = Run::train(place.path(), "out", model, "--recipe=qlora train.max_steps=2");
-    let (base, merged) = (golden().join(model), place.path().join("merged"));
+    let run = Run::train(dir.path(), "out", model, "--recipe=qlora train.max_steps=2");
+    let (base, merged) = (golden().join(model), dir.path().join("merged"));
     let text = |path: &Path| path.display().to_string();
     let args =
         ["merge", "--model", &text(&base), "--adapter", &text(&run.output), "--output", &text(&merged)];
@@ -329,8 +328,8 @@ fn a_recurrence_keeps_its_values() {
         let name = format!("model.layers.0.linear_attn.{name}");
         base.bytes(&name).unwrap() == merged.bytes(&name).unwrap()
     };
-    for kept in ["conv1d.weight", "A_log", "dt_bias", "norm.weight"] {
-        assert!(same(kept), "{kept}");
+    for name in ["conv1d.weight", "A_log", "dt_bias", "norm.weight"] {
+        assert!(same(name), "{name}");
     }
     assert!(!same("in_proj_qkv.weight"));
 }

@@ -4,17 +4,17 @@
 
 use std::process::Stdio;
 
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 
-fn said(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).env("XDG_CACHE_HOME", place.path("cache")).output().unwrap();
-    let said = place.told(&output.stderr);
+fn said(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(args).env("XDG_CACHE_HOME", dir.path("cache")).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert!(output.status.success(), "{args:?}\n{said}");
-    format!("{said}{}", place.told(&output.stdout))
+    format!("{said}{}", dir.told(&output.stdout))
 }
 
-fn read(place: &Place, name: &str) -> String {
-    std::fs::read_to_string(place.path(name)).unwrap()
+fn read(dir: &TestDir, name: &str) -> String {
+    std::fs::read_to_string(dir.path(name)).unwrap()
 }
 
 /// Returns the difference between plan and peak that a run prints at its end, in percent.
@@ -30,13 +30,13 @@ fn difference(said: &str) -> f64 {
 /// commands of the model card work.
 #[test]
 fn the_quickstart_keeps_to_its_plan_and_its_card_to_what_works() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let train = ["--recipe", "quickstart", "--output", "out", "--set", "train.max_steps=30"];
-    let told = said(&place, &train);
+    let told = said(&dir, &train);
     if cfg!(target_os = "linux") {
         assert!(difference(&told).abs() <= 10.0, "{told}");
     }
-    let page = read(&place, "out/report.html");
+    let page = read(&dir, "out/report.html");
     for wanted in [
         "builtin:quickstart trained on builtin:questions-train.jsonl (800 rows): LoRA, r 16, on 21 modules.",
         "<dt>held-out loss</dt><dd>10.6",
@@ -57,30 +57,30 @@ fn the_quickstart_keeps_to_its_plan_and_its_card_to_what_works() {
     for outside in ["http://", "https://", "src=", "href=", "<script"] {
         assert!(!page.contains(outside), "{outside}");
     }
-    let card = read(&place, "out/README.md");
+    let card = read(&dir, "out/README.md");
     assert!(!card.contains("from_pretrained(\"builtin:"), "{card}");
     let commands: Vec<&str> = card.lines().filter(|line| line.starts_with("finetune ")).collect();
     assert_eq!(commands.len(), 2, "{card}");
     for command in commands {
         // Commands of the model card are relative to its own folder.
         let args: Vec<&str> = command.split(' ').skip(1).map(|word| word.trim_matches('"')).collect();
-        let mut command = place.command(&args);
-        command.current_dir(place.path("out")).env("XDG_CACHE_HOME", place.path("cache"));
+        let mut command = dir.command(&args);
+        command.current_dir(dir.path("out")).env("XDG_CACHE_HOME", dir.path("cache"));
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{args:?}: {}", place.told(&output.stderr));
+        assert!(output.status.success(), "{args:?}: {}", dir.told(&output.stderr));
     }
-    assert!(place.path("out/merged/config.json").is_file());
+    assert!(dir.path("out/merged/config.json").is_file());
 }
 
 #[test]
 fn rows_of_any_text_are_shown_as_text() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let row = r#"{"messages":[{"role":"user","content":"</script><b>q</b>"},{"role":"assistant","content":"<i onclick='x()'>a & b</i>"}]}"#;
-    place.write("rows.jsonl", &format!("{row}\n").repeat(8));
+    dir.write("rows.jsonl", &format!("{row}\n").repeat(8));
     let more = ["--set", "train.max_steps=2", "--eval-dataset", "rows.jsonl", "--ranks", "2"];
-    let told = said(&place, &lora(&more));
+    let told = said(&dir, &lora(&more));
     assert!(told.contains("\npeak memory "), "{told}");
-    let page = read(&place, "out/report.html");
+    let page = read(&dir, "out/report.html");
     assert!(!page.contains("<b>") && !page.contains("</script>") && !page.contains("<i on"), "{page}");
     assert!(page.contains("&lt;/script&gt;&lt;b&gt;q&lt;/b&gt;"), "{page}");
     let learned = page.split("<mark>").nth(2).unwrap().split("</mark>").next().unwrap();
@@ -105,12 +105,12 @@ mod stopped {
     use crate::at_work::{MAX_STEPS, STEPS, go_on, has_stopped, stops_at_work};
 
     /// A run that has taken three steps.
-    fn begun(place: &Place) -> Child {
+    fn begun(dir: &TestDir) -> Child {
         let more = ["--set", MAX_STEPS, "--eval-dataset", "rows.jsonl"];
-        let mut command = place.command(&lora(&more));
+        let mut command = dir.command(&lora(&more));
         let mut child =
             stops_at_work(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let lines = || std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
+        let lines = || std::fs::read_to_string(dir.path("out/metrics.jsonl")).unwrap_or_default();
         while lines().lines().count() < 4 {
             assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
             std::thread::sleep(Duration::from_millis(2));
@@ -130,17 +130,17 @@ mod stopped {
 
     #[test]
     fn a_stopped_run_has_a_page_that_says_so_and_the_end_replaces_it() {
-        let place = Place::new();
-        stop(begun(&place));
-        let page = read(&place, "out/report.html");
+        let dir = TestDir::new();
+        stop(begun(&dir));
+        let page = read(&dir, "out/report.html");
         assert!(page.contains("<p class=\"notice\" role=\"note\">Stopped as asked after step "), "{page}");
         assert!(
             page.contains("<h2>Loss and learning rate</h2>") && page.contains("<h2>Recipe</h2>"),
             "{page}"
         );
         let more = ["--set", MAX_STEPS, "--eval-dataset", "rows.jsonl", "--resume"];
-        said(&place, &lora(&more));
-        let page = read(&place, "out/report.html");
+        said(&dir, &lora(&more));
+        let page = read(&dir, "out/report.html");
         assert!(!page.contains("Stopped as asked"), "{page}");
         assert!(page.contains(&format!("<dt>steps</dt><dd>{STEPS} of {STEPS}</dd>")), "{page}");
         // The base was evaluated in the first part of the run.
@@ -150,10 +150,10 @@ mod stopped {
 
     #[test]
     fn a_page_without_a_place_fails_no_run() {
-        let place = Place::new();
-        let child = begun(&place);
-        std::fs::create_dir(place.path("out/report.html")).unwrap();
-        let told = place.told(&stop(child).stderr);
+        let dir = TestDir::new();
+        let child = begun(&dir);
+        std::fs::create_dir(dir.path("out/report.html")).unwrap();
+        let told = dir.told(&stop(child).stderr);
         assert!(told.contains("warning: no report.html: "), "{told}");
         assert!(told.contains(", saved in out/checkpoint-"), "{told}");
     }

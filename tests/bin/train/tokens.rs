@@ -33,16 +33,16 @@ fn fault(args: &[&str]) -> String {
 }
 
 /// A folder with a data set whose rows all contain the new tokens.
-struct Place(TempDir);
+struct TestDir(TempDir);
 
-impl Place {
+impl TestDir {
     fn new() -> Self {
-        let place = Place(tempfile::tempdir().unwrap());
+        let dir = TestDir(tempfile::tempdir().unwrap());
         let row =
             |i: usize| json!({"text": format!("ask <tool>amber {i}</tool> then <tool>river</tool> end")});
         let rows: Vec<String> = (0..16).map(|i| row(i).to_string()).collect();
-        std::fs::write(place.path("rows.jsonl"), rows.join("\n")).unwrap();
-        place
+        std::fs::write(dir.path("rows.jsonl"), rows.join("\n")).unwrap();
+        dir
     }
 
     fn path(&self, name: &str) -> String {
@@ -131,29 +131,29 @@ fn ids(folder: &Path) -> Vec<u64> {
 
 #[test]
 fn a_tied_model_with_unused_rows_trains_them() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more = [NEW, "train.max_steps=4", "optimizer.learning_rate=1e-2"];
-    let adapter = place.train("tiny-qwen2", "adapter", "lora", &more);
+    let adapter = dir.train("tiny-qwen2", "adapter", "lora", &more);
     let config = object(&adapter, "adapter_config.json");
     assert_eq!(config["trainable_token_indices"], json!([500, 501]));
     assert_eq!(ids(&adapter), [500, 501]);
 
     let base = ModelFiles::open(Path::new(&golden("tiny-qwen2"))).unwrap();
-    let (before, after) = (floats(&base, EMBED), floats(&place.merge("tiny-qwen2", "adapter"), EMBED));
+    let (before, after) = (floats(&base, EMBED), floats(&dir.merge("tiny-qwen2", "adapter"), EMBED));
     assert_eq!((before.len(), after.len()), (512 * WIDTH, 512 * WIDTH));
     let moved = before.chunks(WIDTH).zip(after.chunks(WIDTH)).enumerate();
     let moved: Vec<usize> = moved.filter(|(_, (a, b))| a != b).map(|(row, _)| row).collect();
     assert_eq!(moved, [500, 501]);
     assert_eq!(adapter_rows(&adapter, "model.embed_tokens"), after[500 * WIDTH..502 * WIDTH]);
-    assert_eq!(ids(&place.0.path().join("adapter-merged")), [500, 501]);
+    assert_eq!(ids(&dir.0.path().join("adapter-merged")), [500, 501]);
 
     let (model, adapter) = (golden("tiny-qwen2"), adapter.display().to_string());
     let prompt = ["--prompt", "ask <tool>", "--max-new-tokens", "4", "--temperature", "0"];
     let generate = |more: &[&str]| succeed(&[&["generate"], more, &prompt[..]].concat()).stdout;
     let text = generate(&["--model", &model, "--adapter", &adapter]);
     assert!(String::from_utf8_lossy(&text).starts_with("ask <tool>"));
-    assert_eq!(text, generate(&["--model", &place.path("adapter-merged")]));
-    let rows = ["data", "--tokens", "--model", &model, "--dataset", &place.path("rows.jsonl"), "--set", NEW];
+    assert_eq!(text, generate(&["--model", &dir.path("adapter-merged")]));
+    let rows = ["data", "--tokens", "--model", &model, "--dataset", &dir.path("rows.jsonl"), "--set", NEW];
     let shown = String::from_utf8(succeed(&rows).stdout).unwrap();
     assert!(shown.contains("500  train  <tool>"), "{shown}");
 }
@@ -161,9 +161,9 @@ fn a_tied_model_with_unused_rows_trains_them() {
 /// Missing rows are initialized with the mean of the others, in embedding and head.
 #[test]
 fn an_untied_model_grows_by_mean_rows() {
-    let place = Place::new();
+    let dir = TestDir::new();
     // So small a learning rate changes nothing.
-    let still = place.train(
+    let still = dir.train(
         "tiny-llama",
         "still",
         "lora",
@@ -181,12 +181,12 @@ fn an_untied_model_grows_by_mean_rows() {
         }
     }
     let more = [NEW, "train.max_steps=4", "optimizer.learning_rate=1e-2"];
-    let adapter = place.train("tiny-llama", "adapter", "lora", &more);
+    let adapter = dir.train("tiny-llama", "adapter", "lora", &more);
     let config = object(&adapter, "adapter_config.json");
     let tokens = json!([480, 481]);
     assert_eq!(config["trainable_token_indices"], json!({"embed_tokens": tokens, "lm_head": tokens}));
     assert_eq!(ids(&adapter), [480, 481]);
-    let merged = place.merge("tiny-llama", "adapter");
+    let merged = dir.merge("tiny-llama", "adapter");
     assert_eq!(object(merged.folder(), "config.json")["vocab_size"], 482);
     for (module, name) in [("model.embed_tokens", EMBED), ("lm_head", HEAD)] {
         let (before, after) = (floats(&base, name), floats(&merged, name));
@@ -196,19 +196,15 @@ fn an_untied_model_grows_by_mean_rows() {
 
     // Continues from there without naming the tokens again.
     let path = format!("adapter.path={:?}", adapter.display().to_string());
-    let on = place.train(
-        "tiny-llama",
-        "on",
-        "lora",
-        &[&path, "train.max_steps=2", "optimizer.learning_rate=1e-2"],
-    );
+    let on =
+        dir.train("tiny-llama", "on", "lora", &[&path, "train.max_steps=2", "optimizer.learning_rate=1e-2"]);
     assert_eq!(
         object(&on, "adapter_config.json")["trainable_token_indices"],
         config["trainable_token_indices"]
     );
     assert_eq!(ids(&on), [480, 481]);
     assert!(adapter_rows(&on, "lm_head") != adapter_rows(&adapter, "lm_head"));
-    let error = place.refuse("tiny-llama", &[&path, r#"model.new_tokens=["<other>"]"#]);
+    let error = dir.refuse("tiny-llama", &[&path, r#"model.new_tokens=["<other>"]"#]);
     assert!(
         error.contains("`<other>` is token ") && error.contains("for which the saved adapter has no row"),
         "{error}"
@@ -217,12 +213,12 @@ fn an_untied_model_grows_by_mean_rows() {
 
 #[test]
 fn tables_that_train_whole_have_no_rows_of_their_own() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let whole = r#"adapter.modules_to_save=["embed_tokens", "lm_head"]"#;
     let more = [NEW, whole, "train.max_steps=2", "optimizer.learning_rate=1e-2"];
-    let adapter = place.train("tiny-llama", "adapter", "lora", &more);
+    let adapter = dir.train("tiny-llama", "adapter", "lora", &more);
     assert!(object(&adapter, "adapter_config.json")["trainable_token_indices"].is_null());
-    let merged = place.merge("tiny-llama", "adapter");
+    let merged = dir.merge("tiny-llama", "adapter");
     assert_eq!(merged.info(EMBED).unwrap().shape, [482, WIDTH]);
     assert_eq!(ids(merged.folder()), [480, 481]);
 }
@@ -231,16 +227,16 @@ fn tables_that_train_whole_have_no_rows_of_their_own() {
 #[test]
 fn a_resumed_run_equals_the_unbroken_one() {
     for (recipe, file) in [("lora", "adapter_model.safetensors"), ("full", "model.safetensors")] {
-        let place = Place::new();
+        let dir = TestDir::new();
         let more = [NEW, "train.max_steps=5", "optimizer.learning_rate=1e-3", "checkpoint.save_steps=3"];
-        let whole = place.train("tiny-llama", "whole", recipe, &more);
-        let broken = place.train("tiny-llama", "broken", recipe, &more);
+        let whole = dir.train("tiny-llama", "whole", recipe, &more);
+        let broken = dir.train("tiny-llama", "broken", recipe, &more);
         assert_eq!(ids(&broken.join("checkpoint-3")), [480, 481]);
         for name in ["adapter_config.json", "config.json", file] {
             let _ = std::fs::remove_file(broken.join(name));
         }
         let _ = std::fs::remove_dir_all(broken.join("checkpoint-5"));
-        let mut flags = place.flags("tiny-llama", "broken", recipe, &more);
+        let mut flags = dir.flags("tiny-llama", "broken", recipe, &more);
         flags.push("--resume".into());
         succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
         let bytes = |folder: &Path| std::fs::read(folder.join(file)).unwrap();
@@ -250,7 +246,7 @@ fn a_resumed_run_equals_the_unbroken_one() {
             assert_eq!(object(&whole, "config.json")["vocab_size"], 482);
             let files = ModelFiles::open(&whole).unwrap();
             assert_eq!(files.info(HEAD).unwrap().shape, [482, WIDTH]);
-            assert!(place.loss(&["--model", &whole.display().to_string()]).is_finite());
+            assert!(dir.loss(&["--model", &whole.display().to_string()]).is_finite());
         }
     }
 }
@@ -276,7 +272,7 @@ fn add_copies(adapter: &Path, copies: &[(&str, &str)]) {
 
 #[test]
 fn what_peft_saves_twice_counts_once() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let (rows, head_rows) = (format!("model.embed_tokens.{ROWS}"), format!("lm_head.{ROWS}"));
     let whole = r#"adapter.modules_to_save=["embed_tokens", "lm_head"]"#;
     for (model, extra, copies) in [
@@ -288,33 +284,33 @@ fn what_peft_saves_twice_counts_once() {
         ),
     ] {
         let more = [NEW, extra, "train.max_steps=2", "optimizer.learning_rate=1e-2"];
-        let adapter = place.train(model, model, "lora", &more);
+        let adapter = dir.train(model, model, "lora", &more);
         let (base, folder) = (golden(model), adapter.display().to_string());
-        let before = place.loss(&["--model", &base, "--adapter", &folder]);
+        let before = dir.loss(&["--model", &base, "--adapter", &folder]);
         add_copies(&adapter, &copies);
-        assert_eq!(place.loss(&["--model", &base, "--adapter", &folder]), before, "{model}");
-        place.merge(model, model);
+        assert_eq!(dir.loss(&["--model", &base, "--adapter", &folder]), before, "{model}");
+        dir.merge(model, model);
     }
 }
 
 /// Training rows of a tied head unties embedding and head.
 #[test]
 fn rows_of_a_tied_head_untie_it() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let apart = r#"adapter.modules_to_save=["embed_tokens"]"#;
     let more = [NEW, apart, "train.max_steps=3", "optimizer.learning_rate=1e-2"];
-    let adapter = place.train("tiny-qwen2", "adapter", "lora", &more);
+    let adapter = dir.train("tiny-qwen2", "adapter", "lora", &more);
     let config = object(&adapter, "adapter_config.json");
     assert_eq!(config["trainable_token_indices"], json!({"lm_head": [500, 501]}));
-    let merged = place.merge("tiny-qwen2", "adapter");
+    let merged = dir.merge("tiny-qwen2", "adapter");
     assert_eq!(floats(&merged, HEAD)[500 * WIDTH..502 * WIDTH], adapter_rows(&adapter, "lm_head"));
 }
 
 #[test]
 fn a_token_that_is_there_keeps_its_id() {
-    let place = Place::new();
+    let dir = TestDir::new();
     let more = [r#"model.new_tokens=["<|im_start|>"]"#, "train.max_steps=1", "optimizer.learning_rate=1e-2"];
-    let adapter = place.train("tiny-qwen2", "adapter", "lora", &more);
+    let adapter = dir.train("tiny-qwen2", "adapter", "lora", &more);
     let config = object(&adapter, "adapter_config.json");
     assert_eq!(config["trainable_token_indices"], json!([498]));
     let tokenizer = |folder: PathBuf| std::fs::read(folder.join("tokenizer.json")).unwrap();
@@ -323,13 +319,13 @@ fn a_token_that_is_there_keeps_its_id() {
 
 #[test]
 fn wrong_tokens_are_named() {
-    let place = Place::new();
+    let dir = TestDir::new();
     for (tokens, extra, wanted) in [
         (r#"["<a>", ""]"#, "train.seed=1", "one of its entries is empty"),
         (r#"["<a>", "<b>", "<a>"]"#, "train.seed=1", r#"has "<a>" twice"#),
         (r#"["<a>"]"#, r#"adapter.target_modules=["q_proj", "embed_tokens"]"#, "`embed_tokens` has LoRA"),
     ] {
-        let error = place.refuse("tiny-llama", &[&format!("model.new_tokens={tokens}"), extra]);
+        let error = dir.refuse("tiny-llama", &[&format!("model.new_tokens={tokens}"), extra]);
         assert!(error.contains(wanted), "{error}");
     }
 }

@@ -3,8 +3,8 @@
 use std::io::Write;
 use std::time::Duration;
 
-use crate::place::{Place, lora};
 use crate::pseudo_terminal::{PATIENCE, PseudoTerminal, TAKEN};
+use crate::test_dir::{TestDir, lora};
 
 fn long_run(steps: &str) -> Vec<&str> {
     lora(&["--ui", "--set", "train.max_steps=99", "--set", steps, "--set", "log.tensorboard=false"])
@@ -12,9 +12,9 @@ fn long_run(steps: &str) -> Vec<&str> {
 
 #[test]
 fn a_run_has_the_screen_until_it_is_over_and_says_then_what_it_said() {
-    let (place, terminal) = (Place::new(), PseudoTerminal::open());
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::open());
     let args = lora(&["--ui", "--eval-dataset", "rows.jsonl", "--set", "adapter.lora_alpha=1e-60"]);
-    let mut command = place.command(&args);
+    let mut command = dir.command(&args);
     // Long enough for a frame, also on a busy machine.
     command.env("FINETUNE_FAULT", "0:data:slow=100ms");
     let child = terminal.start(command);
@@ -32,8 +32,8 @@ fn a_run_has_the_screen_until_it_is_over_and_says_then_what_it_said() {
 #[test]
 fn the_key_q_saves_and_stops_and_so_does_ctrl_c() {
     for key in [b"q", b"\x03"] {
-        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
-        let child = terminal.start(place.command(&long_run("train.max_steps=100000")));
+        let (dir, mut terminal) = (TestDir::new(), PseudoTerminal::open());
+        let child = terminal.start(dir.command(&long_run("train.max_steps=100000")));
         terminal.wait_for("learning");
         assert!(!terminal.is_as_before(), "keys come one by one");
         terminal.ours.write_all(key).unwrap();
@@ -50,14 +50,14 @@ fn the_screen_is_given_back_however_the_run_ends() {
     if !cfg!(debug_assertions) {
         return;
     }
-    let (place, terminal) = (Place::new(), PseudoTerminal::open());
-    let mut command = place.command(&long_run("train.max_steps=9"));
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::open());
+    let mut command = dir.command(&long_run("train.max_steps=9"));
     command.env("FINETUNE_FAULT", "0:backward:panic");
     let (status, after) = terminal.end(terminal.start(command));
     assert_eq!(status.code(), Some(3), "{after}");
     assert!(after.contains("planted fault"), "{after}");
-    let (place, terminal) = (Place::new(), PseudoTerminal::open());
-    let mut command = place.command(&long_run("train.max_steps=9"));
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::open());
+    let mut command = dir.command(&long_run("train.max_steps=9"));
     command.env("FINETUNE_FAULT", "0:backward:spin");
     let mut child = terminal.start(command);
     terminal.wait_for("forward");
@@ -75,10 +75,10 @@ fn the_screen_is_given_back_however_the_run_ends() {
 #[test]
 #[cfg(target_os = "linux")]
 fn the_parent_gives_back_the_screen_of_a_killed_run() {
-    let (place, terminal) = (Place::new(), PseudoTerminal::open());
+    let (dir, terminal) = (TestDir::new(), PseudoTerminal::open());
     let mut args = long_run("train.max_steps=100000");
     args.extend(["--max-restarts", "0"]);
-    let child = terminal.start(place.command(&args));
+    let child = terminal.start(dir.command(&args));
     terminal.wait_for("learning");
     assert!(!terminal.is_as_before(), "keys come one by one");
     let run = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.0.id())).unwrap();
@@ -92,9 +92,9 @@ fn the_parent_gives_back_the_screen_of_a_killed_run() {
 
 #[test]
 fn without_a_terminal_the_run_speaks_in_lines() {
-    let place = Place::new();
-    let done = place.command(&lora(&["--ui"])).output().unwrap();
-    let said = place.told(&done.stderr);
+    let dir = TestDir::new();
+    let done = dir.command(&lora(&["--ui"])).output().unwrap();
+    let said = dir.told(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{said}");
     assert_eq!(
         said.matches("`--ui` needs a terminal as stderr: printing lines instead\n").count(),
@@ -107,7 +107,7 @@ fn without_a_terminal_the_run_speaks_in_lines() {
 /// Returns the largest row and column that the cursor was sent to.
 fn farthest(shown: &str) -> (u32, u32) {
     let places = regex::Regex::new("\x1b\\[([0-9]+);([0-9]+)H").unwrap();
-    let places = places.captures_iter(shown).map(|found| found.extract());
+    let places = places.captures_iter(shown).map(|captures| captures.extract());
     let places = places.map(|(_, [row, column])| (row.parse().unwrap(), column.parse().unwrap()));
     places.fold((0, 0), |(rows, columns), (row, column): (u32, u32)| (rows.max(row), columns.max(column)))
 }
@@ -116,10 +116,10 @@ fn farthest(shown: &str) -> (u32, u32) {
 #[test]
 fn a_screen_of_any_size_is_drawn_up_to_a_bound() {
     for is_resized in [false, true] {
-        let place = Place::new();
+        let dir = TestDir::new();
         let size = if is_resized { (80, 24) } else { (65535, 65535) };
         let mut terminal = PseudoTerminal::of_size(size.0, size.1);
-        let child = terminal.start(place.command(&long_run("train.max_steps=100000")));
+        let child = terminal.start(dir.command(&long_run("train.max_steps=100000")));
         terminal.wait_for("learning");
         if is_resized {
             assert!(farthest(&terminal.shown()).0 <= 24);

@@ -136,15 +136,15 @@ impl Target<'_> {
         } else {
             return;
         };
-        let kept = keep(bytes, input);
-        panic!("{} {fault} on try {}, kept as {}", self.name, seen.executions, kept.display());
+        let saved = keep(bytes, input);
+        panic!("{} {fault} on try {}, kept as {}", self.name, seen.executions, saved.display());
     }
 }
 
 /// Saves an input that caused a finding.
 fn keep(bytes: &[u8], input: &Path) -> PathBuf {
     let digest = blake3::hash(bytes).to_hex();
-    let kept = input.with_extension(&digest[..12]);
-    std::fs::write(&kept, bytes).unwrap();
-    kept
+    let saved = input.with_extension(&digest[..12]);
+    std::fs::write(&saved, bytes).unwrap();
+    saved
 }

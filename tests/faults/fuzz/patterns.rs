@@ -38,9 +38,9 @@ fn patterns_of_adapters() {
             config["alpha_pattern"] = json!({ &pattern: 2.5 });
         }
         std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
-        if let Ok(found) = AdapterConfig::read(folder.path()) {
-            let _ = resolve(&found.spec, &modules);
-            let _ = resolve_saved(&found.spec, &modules);
+        if let Ok(read) = AdapterConfig::read(folder.path()) {
+            let _ = resolve(&read.spec, &modules);
+            let _ = resolve_saved(&read.spec, &modules);
         }
         drop(SavedAdapter::read(folder.path()));
     };

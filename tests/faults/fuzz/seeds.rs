@@ -29,10 +29,10 @@ pub(crate) fn of_models(name: &str) -> Vec<Vec<u8>> {
     of_folders("models", name)
 }
 
-/// Returns the files of this name of all folders below `place`.
-pub(crate) fn of_folders(place: &str, name: &str) -> Vec<Vec<u8>> {
+/// Returns the files of this name of all folders below `set`.
+pub(crate) fn of_folders(set: &str, name: &str) -> Vec<Vec<u8>> {
     let mut folders: Vec<PathBuf> =
-        std::fs::read_dir(golden(place)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        std::fs::read_dir(golden(set)).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
     let files: Vec<Vec<u8>> =
         folders.iter().filter_map(|folder| std::fs::read(folder.join(name)).ok()).collect();
@@ -57,8 +57,8 @@ pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
         contents.join_experts(1..layers, GgmlDType::F16);
     }));
     let header = |(name, change): (&str, Change)| {
-        let place = tempfile::tempdir().unwrap();
-        let folder = place.path().join("model");
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("model");
         std::fs::create_dir(&folder).unwrap();
         for entry in std::fs::read_dir(golden("families/models").join(format!("tiny-{name}"))).unwrap() {
             let entry = entry.unwrap();
@@ -69,12 +69,12 @@ pub(crate) fn gguf_headers() -> Vec<Vec<u8>> {
         let mut config = ModelConfig::from_json(&text, "config.json").unwrap();
         let mut files = ModelFiles::open(&folder).unwrap();
         finetune::model::settle(&mut config, &mut files).unwrap();
-        let path = place.path().join("model.gguf");
+        let path = dir.path().join("model.gguf");
         gguf::write_model(&config, &files, name, GgufType::F32, &path).unwrap();
         let mut contents = Contents::of(&path);
         change(&mut contents, config.num_layers());
         contents.write(&path);
-        gguf::describe_base(&path, &place.path().join("described")).unwrap();
+        gguf::describe_base(&path, &dir.path().join("described")).unwrap();
         let mut bytes = std::fs::read(&path).unwrap();
         let content = Content::read(&mut std::io::Cursor::new(&bytes)).unwrap();
         let data = usize::try_from(content.tensor_data_offset).unwrap();
@@ -114,8 +114,8 @@ pub(crate) fn rows() -> Vec<Vec<u8>> {
 /// Returns a weights file with the tensors of one module.
 pub(crate) fn of_one_layer(file: &[u8]) -> Vec<u8> {
     let tensors = safetensors::SafeTensors::deserialize(file).unwrap();
-    let kept = tensors.tensors().into_iter().filter(|(name, _)| name.contains("0.self_attn.k_proj"));
-    safetensors::serialize(kept, None).unwrap()
+    let selected = tensors.tensors().into_iter().filter(|(name, _)| name.contains("0.self_attn.k_proj"));
+    safetensors::serialize(selected, None).unwrap()
 }
 
 pub(crate) fn safetensors() -> Vec<u8> {
@@ -245,7 +245,7 @@ pub(crate) fn long_row(bytes: usize, codec: parquet::basic::Compression) -> Vec<
 
 /// Templates of the golden models, and some with features that those do not use.
 pub(crate) fn templates() -> Vec<Vec<u8>> {
-    let mut found: Vec<Vec<u8>> = of_models("tokenizer_config.json")
+    let mut contents: Vec<Vec<u8>> = of_models("tokenizer_config.json")
         .iter()
         .filter_map(|config| {
             let config: serde_json::Value = serde_json::from_slice(config).unwrap();
@@ -257,6 +257,6 @@ pub(crate) fn templates() -> Vec<Vec<u8>> {
                 {{ f(m.role) ~ (m|tojson(indent=2)) }}{{ m.content.split(' ')|join('-')|replace('a', 'bb') }}\
                 {{ '%05d'|format(ns.i) }}{{ m.content|indent(4) }}{{ range(3)|list }}{% generation %}x{% endgeneration %}\
                 {% endfor %}{{ ns.l|map('length')|sum }}{{ {'a': [1, {'b': 2}]}|dictsort }}{{ strftime_now('%Y') }}";
-    found.push(more.as_bytes().to_vec());
-    found
+    contents.push(more.as_bytes().to_vec());
+    contents
 }

@@ -93,9 +93,9 @@ fn calibrations() {
     let file = json!({"device": "a processor", "processor": true, "tokens": 48, "dtype": "f32", "copy_gbps": 20.5,
         "gemm_tflops": 0.25, "ops": ops});
     on_file("speeds.json", vec![file.to_string().into_bytes()], 3000, &[], |path| {
-        if let Ok(found) = Calibration::read(path) {
-            assert_rates(&found.rates);
-            assert!(!found.source().chars().any(char::is_control));
+        if let Ok(calibration) = Calibration::read(path) {
+            assert_rates(&calibration.rates);
+            assert!(!calibration.source().chars().any(char::is_control));
         }
     });
 }

@@ -51,13 +51,13 @@ fn processes_give_the_ids_of_the_crate() {
             for special in [true, false] {
                 let expected = reference(folder.path(), text, special);
                 assert_eq!(tokenizer.encode(text, special).unwrap(), expected.get_ids(), "{model}: {text:?}");
-                let found = tokenizer.encode_with_offsets(text, special).unwrap();
-                assert_eq!(found.ids, expected.get_ids(), "{model}: {text:?}");
+                let actual = tokenizer.encode_with_offsets(text, special).unwrap();
+                assert_eq!(actual.ids, expected.get_ids(), "{model}: {text:?}");
                 let offsets = expected.get_offsets().iter().zip(expected.get_special_tokens_mask());
                 let offsets: Vec<_> = offsets
                     .map(|((start, end), added)| if *added == 1 { 0..0 } else { *start..*end })
                     .collect();
-                assert_eq!(found.offsets, offsets, "{model}: {text:?}");
+                assert_eq!(actual.offsets, offsets, "{model}: {text:?}");
             }
             let ids = tokenizer.encode(text, false).unwrap();
             let crates = tokenizers::Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();

@@ -137,11 +137,11 @@ fn a_text_file_is_cut_into_chunks_that_lose_nothing() {
     for max_seq_len in [2, 3, 7, 8, 64, expected.len() - 1, expected.len()] {
         let options = DataOptions { max_seq_len, ..DataOptions::default() };
         let data = load(&llama, "a.txt", &text, &options).unwrap();
-        let found: Vec<u32> = data.examples().iter().flat_map(|e| e.ids.clone()).collect();
+        let ids: Vec<u32> = data.examples().iter().flat_map(|e| e.ids.clone()).collect();
         assert!(data.examples().iter().all(|e| e.ids.len() <= max_seq_len), "{max_seq_len}");
         // With a length of 2, a last single token has no partner.
         if max_seq_len > 2 {
-            assert_eq!(found, expected, "{max_seq_len}");
+            assert_eq!(ids, expected, "{max_seq_len}");
             assert!(data.examples().iter().all(|e| e.num_trained() > 0), "{max_seq_len}");
         }
     }

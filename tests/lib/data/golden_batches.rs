@@ -50,9 +50,9 @@ fn golden_batches_are_reproduced() {
         )
         .unwrap();
         for step in 0..steps {
-            let found = sampler.next_step().unwrap();
-            assert_eq!(found.micro_batches.len(), accumulation);
-            for (a, batch) in found.micro_batches.iter().enumerate() {
+            let actual = sampler.next_step().unwrap();
+            assert_eq!(actual.micro_batches.len(), accumulation);
+            for (a, batch) in actual.micro_batches.iter().enumerate() {
                 assert_eq!(batch.num_samples, micro);
                 for (row, segment) in batch.samples.iter().enumerate() {
                     let at = ((step * accumulation + a) * micro + row) * length;

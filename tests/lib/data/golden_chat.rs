@@ -39,8 +39,8 @@ fn ids_and_text_are_those_of_transformers() {
         }
         let text =
             |token: Option<&finetune::data::tokenizer::SpecialToken>| token.map(|token| token.text.clone());
-        for (found, key) in [(tokenizer.bos(), "bos"), (tokenizer.eos(), "eos"), (tokenizer.pad(), "pad")] {
-            assert_eq!(text(found).as_deref(), goldens[key].as_str(), "{model}: {key}");
+        for (actual, key) in [(tokenizer.bos(), "bos"), (tokenizer.eos(), "eos"), (tokenizer.pad(), "pad")] {
+            assert_eq!(text(actual).as_deref(), goldens[key].as_str(), "{model}: {key}");
         }
     }
 }
@@ -81,20 +81,20 @@ fn chats_render_byte_for_byte() {
                 add_generation_prompt: chat["add_generation_prompt"].as_bool().unwrap(),
                 options: None,
             };
-            let found = template.render(chat["messages"].as_array().unwrap(), &inputs);
+            let actual = template.render(chat["messages"].as_array().unwrap(), &inputs);
             match chat["error"].as_str() {
                 Some(error) => {
                     refused += 1;
                     assert!(
-                        found.unwrap_err().to_string().ends_with(&format!("caused by: {error}")),
+                        actual.unwrap_err().to_string().ends_with(&format!("caused by: {error}")),
                         "{about}"
                     );
                 }
                 None => {
                     rendered += 1;
-                    let found = found.unwrap();
-                    assert_eq!(found.text, chat["text"], "{about}");
-                    assert_eq!(tokenizer.encode(&found.text, false).unwrap(), ids(&chat["ids"]), "{about}");
+                    let actual = actual.unwrap();
+                    assert_eq!(actual.text, chat["text"], "{about}");
+                    assert_eq!(tokenizer.encode(&actual.text, false).unwrap(), ids(&chat["ids"]), "{about}");
                 }
             }
         }
@@ -156,7 +156,7 @@ fn encode(tokenizer: &Tokenizer, chat: &Value) -> Result<Example, String> {
     };
     let origin = finetune::data::Origin {
         file: std::path::Path::new("golden").into(),
-        place: finetune::data::RowOrigin::Line(1),
+        row: finetune::data::RowOrigin::Line(1),
     };
     match encoder.encode(&record, &origin, false).map(|row| row.encoding) {
         Ok(encode::Encoding::Examples(mut examples)) if examples.len() == 1 => Ok(examples.remove(0)),

@@ -51,15 +51,15 @@ fn small_templates_print_what_jinja_prints() {
     let cases = goldens["cases"].as_array().unwrap();
     for case in cases {
         let text = case["template"].as_str().unwrap();
-        let found = ChatTemplate::from_text(text, &TOKENS)
+        let actual = ChatTemplate::from_text(text, &TOKENS)
             .and_then(|template| template.render(messages, &inputs))
             .map(|rendered| rendered.text)
             .map_err(|error| error.to_string());
         let panics = |why: &String| why.contains("internal") || why.contains("called `");
-        assert!(!found.as_ref().is_err_and(panics), "{text}: {found:?}");
-        if text != LEFT_TO_CHANCE && found.as_deref().ok() != case["text"].as_str() {
+        assert!(!actual.as_ref().is_err_and(panics), "{text}: {actual:?}");
+        if text != LEFT_TO_CHANCE && actual.as_deref().ok() != case["text"].as_str() {
             let failed = if DIFFERENT.contains(&text) { &mut different } else { &mut failures };
-            failed.push(format!("{text}\n    {found:?}\n    instead of {}{}", case["text"], case["error"]));
+            failed.push(format!("{text}\n    {actual:?}\n    instead of {}{}", case["text"], case["error"]));
         }
     }
     assert!(failures.is_empty(), "{} of {} differ:\n{}", failures.len(), cases.len(), failures.join("\n"));
@@ -93,17 +93,17 @@ fn whole_templates_print_what_transformers_prints() {
         let prompt = result["prompt"].as_bool().unwrap();
         let inputs =
             TemplateInputs { tools: chat.get("tools"), add_generation_prompt: prompt, options: None };
-        let found = template.render(chat["messages"].as_array().unwrap(), &inputs);
-        let agrees = match &found {
-            Ok(found) => {
-                result["text"] == found.text.as_str()
-                    && result["spans"] == characters(&found.text, &found.spans)
+        let actual = template.render(chat["messages"].as_array().unwrap(), &inputs);
+        let agrees = match &actual {
+            Ok(actual) => {
+                result["text"] == actual.text.as_str()
+                    && result["spans"] == characters(&actual.text, &actual.spans)
             }
             Err(_) => result["error"].is_string(),
         };
         if !agrees {
             failures.push(format!(
-                "{path} {name}: {} {prompt}: {found:?}\n    instead of {result}",
+                "{path} {name}: {} {prompt}: {actual:?}\n    instead of {result}",
                 chat["name"]
             ));
         }
@@ -120,20 +120,23 @@ fn template_text(path: &str, name: &str) -> String {
         return text;
     }
     let config: Value = serde_json::from_str(&text).unwrap();
-    let found = match &config["chat_template"] {
+    let actual = match &config["chat_template"] {
         Value::Array(named) => {
             named.iter().find(|entry| entry["name"] == name).map(|entry| &entry["template"])
         }
         Value::Object(named) => named.get(name),
         text => Some(text),
     };
-    found.and_then(Value::as_str).unwrap().to_owned()
+    actual.and_then(Value::as_str).unwrap().to_owned()
 }
 
 /// Converts spans to characters, as transformers counts them.
 fn characters(text: &str, spans: &[Range<usize>]) -> Value {
-    let place = |at: usize| text[..at].chars().count();
-    spans.iter().map(|span| Value::from(vec![place(span.start), place(span.end)])).collect()
+    let character_index = |at: usize| text[..at].chars().count();
+    spans
+        .iter()
+        .map(|span| Value::from(vec![character_index(span.start), character_index(span.end)]))
+        .collect()
 }
 
 #[test]

@@ -81,7 +81,7 @@ fn tokens_and_masks_are_those_of_trl() {
             continue;
         }
         let data = loaded.unwrap_or_else(|error| panic!("{name}: {error}"));
-        let found: Vec<_> = data
+        let actual: Vec<_> = data
             .examples()
             .iter()
             .map(|example| {
@@ -89,10 +89,10 @@ fn tokens_and_masks_are_those_of_trl() {
                 (role(example), example.ids.clone(), Some(prompt))
             })
             .collect();
-        assert_eq!(found.len(), expected.len(), "{name}");
-        for (found, expected) in found.iter().zip(&expected) {
-            assert_eq!((&found.0, &found.1), (&expected.0, &expected.1), "{name}");
-            assert!(expected.2.is_none() || expected.2 == found.2, "{name}: {found:?}, {expected:?}");
+        assert_eq!(actual.len(), expected.len(), "{name}");
+        for (actual, expected) in actual.iter().zip(&expected) {
+            assert_eq!((&actual.0, &actual.1), (&expected.0, &expected.1), "{name}");
+            assert!(expected.2.is_none() || expected.2 == actual.2, "{name}: {actual:?}, {expected:?}");
         }
         compared += 1;
     }
@@ -157,11 +157,11 @@ fn rows_of_every_form_become_pairs() {
     let model = "tiny-qwen2";
     for row in rows {
         let data = load(model, &[row.clone()], &options(ObjectiveKind::Dpo)).unwrap();
-        let found = answers(&data, model);
-        let texts: Vec<_> = found.iter().map(|(role, _, answer)| (role.as_str(), answer.as_str())).collect();
+        let actual = answers(&data, model);
+        let texts: Vec<_> = actual.iter().map(|(role, _, answer)| (role.as_str(), answer.as_str())).collect();
         assert_eq!(texts, [("chosen", "yes<|im_end|>\n"), ("rejected", "no<|im_end|>\n")], "{row}");
-        assert!(found.iter().all(|(_, text, _)| text.ends_with(prompt)), "{row}: {found:?}");
-        assert_eq!(found[0].1, found[1].1, "{row}");
+        assert!(actual.iter().all(|(_, text, _)| text.ends_with(prompt)), "{row}: {actual:?}");
+        assert_eq!(actual[0].1, actual[1].1, "{row}");
         let groups: Vec<_> = (0..data.len()).map(|index| data.group(index)).collect();
         assert_eq!(groups, [Some(0), Some(0)]);
         assert_eq!(data.report().to_string().matches("not used").count(), 0, "{row}: {}", data.report());
@@ -210,10 +210,10 @@ fn labelled_rows_of_every_form_have_a_role() {
         for (label, role) in [(row[key].clone(), "desirable"), (json!(false), "undesirable")] {
             row[key] = label;
             let data = load("tiny-qwen2", &[row.clone()], &options(ObjectiveKind::Kto)).unwrap();
-            let found = answers(&data, "tiny-qwen2");
-            let roles: Vec<_> = found.iter().map(|(role, ..)| role.as_str()).collect();
+            let actual = answers(&data, "tiny-qwen2");
+            let roles: Vec<_> = actual.iter().map(|(role, ..)| role.as_str()).collect();
             assert_eq!(roles, [role, "mismatched"], "{row}");
-            assert!(found[0].2.starts_with("yes<|im_end|>"), "{found:?}");
+            assert!(actual[0].2.starts_with("yes<|im_end|>"), "{actual:?}");
         }
     }
 }

@@ -20,7 +20,7 @@ fn dataset(lengths: &[usize]) -> Dataset {
         let text = serde_json::Value::String(format!("{index:05}{}", " .".repeat(*length)));
         RawRow {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
-            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
+            origin: Origin { file: std::path::Path::new("x").into(), row: RowOrigin::Line(index as u64) },
             document: false,
             format: None,
         }
@@ -126,9 +126,9 @@ fn every_row_comes_once_over_the_ranks() {
             assert_eq!(last.epoch, 1.0);
             for ranks in 1..=4 {
                 let dealt = dealt(&steps, ranks);
-                let mut found: BTreeMap<&[u32], usize> = BTreeMap::new();
-                dealt.iter().flatten().flat_map(rows).for_each(|row| *found.entry(row).or_default() += 1);
-                assert!(found == wanted, "{ranks} ranks, packing {packing}, {micro} x {turns}");
+                let mut counts: BTreeMap<&[u32], usize> = BTreeMap::new();
+                dealt.iter().flatten().flat_map(rows).for_each(|row| *counts.entry(row).or_default() += 1);
+                assert!(counts == wanted, "{ranks} ranks, packing {packing}, {micro} x {turns}");
                 // All ranks run equally many micro-batches; a rank without data runs one of zero
                 // weight.
                 for step in &steps {

@@ -21,7 +21,7 @@ fn dataset(lengths: &[usize]) -> Dataset {
         let text = serde_json::Value::String(text);
         RawRow {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
-            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
+            origin: Origin { file: std::path::Path::new("x").into(), row: RowOrigin::Line(index as u64) },
             document: false,
             format: None,
         }
@@ -82,9 +82,9 @@ proptest! {
             ..options()
         };
         let all = steps(&data, options.clone());
-        let found = counts(&all);
-        prop_assert_eq!(found.len(), data.len());
-        prop_assert!(found.values().all(|count| *count == 2));
+        let actual = counts(&all);
+        prop_assert_eq!(actual.len(), data.len());
+        prop_assert!(actual.values().all(|count| *count == 2));
         let first = steps(&data, SamplerOptions { epochs: 1.0, ..options });
         prop_assert_eq!(&all[..first.len()], &first[..]);
         prop_assert!(counts(&first).values().all(|count| *count == 1));
@@ -270,7 +270,7 @@ impl Grouped {
         let example = |(index, &(len, group)): (usize, &(usize, Option<u32>))| Example {
             ids: vec![index as u32; len],
             trained: vec![true; len],
-            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
+            origin: Origin { file: std::path::Path::new("x").into(), row: RowOrigin::Line(index as u64) },
             group,
             role: Role::Plain,
         };
@@ -314,12 +314,12 @@ fn a_group_stays_in_one_micro_batch() {
         let mut seen = [0; 30];
         while let Some(step) = sampler.next_step() {
             for batch in &step.micro_batches {
-                let found: Vec<usize> =
+                let actual: Vec<usize> =
                     batch.samples.iter().map(|sample| batch.ids[sample.start] as usize).collect();
-                for (at, &row) in found.iter().enumerate() {
+                for (at, &row) in actual.iter().enumerate() {
                     seen[row] += 1;
                     if row < 20 && row % 2 == 0 {
-                        assert_eq!(found.get(at + 1), Some(&(row + 1)), "{shuffle} {packing}: {found:?}");
+                        assert_eq!(actual.get(at + 1), Some(&(row + 1)), "{shuffle} {packing}: {actual:?}");
                     }
                 }
             }

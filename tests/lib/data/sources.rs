@@ -21,16 +21,16 @@ fn source(name: &str, bytes: &[u8]) -> DataFile {
 }
 
 fn places(source: &DataFile) -> Vec<(RowOrigin, Value)> {
-    source.rows.iter().map(|row| (row.origin.place, Value::Object(row.value.clone()))).collect()
+    source.rows.iter().map(|row| (row.origin.row, Value::Object(row.value.clone()))).collect()
 }
 
 #[test]
 fn json_lines_are_located() {
     let text =
         b"\xEF\xBB\xBF{\"a\": 1}\r\n\n  {\"a\": 2}\n[3]\n{\"a\": \"\\ud800\"}\n{\"a\": \"\xff\"}\n{\"a\": 7}";
-    let found = source("a.jsonl", text);
+    let actual = source("a.jsonl", text);
     assert_eq!(
-        places(&found),
+        places(&actual),
         [
             (RowOrigin::Line(1), json!({"a": 1})),
             (RowOrigin::Line(3), json!({"a": 2})),
@@ -38,9 +38,9 @@ fn json_lines_are_located() {
             (RowOrigin::Line(7), json!({"a": 7}))
         ]
     );
-    let bad: Vec<_> = found.bad.iter().map(|bad| bad.origin.place).collect();
+    let bad: Vec<_> = actual.bad.iter().map(|bad| bad.origin.row).collect();
     assert_eq!(bad, [RowOrigin::Line(4), RowOrigin::Line(6)]);
-    assert_eq!(found.bad[0].fault.why, "the row is an array; an object is needed");
+    assert_eq!(actual.bad[0].fault.why, "the row is an array; an object is needed");
 }
 
 #[test]
@@ -49,18 +49,18 @@ fn json_files_hold_an_array_an_object_or_lines() {
     let array = "[\n {\"t\": \"a]}\"},\n\n{\"t\": \"\\\\\\\"[\"}\n]";
     assert_eq!(places(&source("a.json", array.replace("\n\n", "\n").as_bytes())), rows);
     let object = "{\"version\": [1], \"data\":\n[{\"t\": 1},\n {\"t\": 2}]}";
-    let found = places(&source("a.json", object.as_bytes()));
-    assert_eq!(found, [(RowOrigin::Line(2), json!({"t": 1})), (RowOrigin::Line(3), json!({"t": 2}))]);
+    let actual = places(&source("a.json", object.as_bytes()));
+    assert_eq!(actual, [(RowOrigin::Line(2), json!({"t": 1})), (RowOrigin::Line(3), json!({"t": 2}))]);
     let lines = "{\"t\": 1}\n{\"t\": 2}\n";
-    let found = places(&source("a.json", lines.as_bytes()));
-    assert_eq!(found, [(RowOrigin::Line(1), json!({"t": 1})), (RowOrigin::Line(2), json!({"t": 2}))]);
+    let actual = places(&source("a.json", lines.as_bytes()));
+    assert_eq!(actual, [(RowOrigin::Line(1), json!({"t": 1})), (RowOrigin::Line(2), json!({"t": 2}))]);
     let more = "[{\"t\": 1}]\n{\"t\": 2}[\n{\"t\": 3}]";
     let lines: Vec<RowOrigin> = places(&source("a.json", more.as_bytes())).iter().map(|row| row.0).collect();
     assert_eq!(lines, [RowOrigin::Line(1), RowOrigin::Line(2), RowOrigin::Line(3)]);
     let one = "{\"messages\": [{\"role\": \"user\"}]}";
     assert_eq!(places(&source("a.json", one.as_bytes())).len(), 1);
     let bad = source("a.json", b"[{\"t\": 1},\n{\"t\" 2},\n{\"t\": 3}]");
-    assert_eq!((bad.rows.len(), bad.bad.len(), bad.bad[0].origin.place), (2, 1, RowOrigin::Line(2)));
+    assert_eq!((bad.rows.len(), bad.bad.len(), bad.bad[0].origin.row), (2, 1, RowOrigin::Line(2)));
 }
 
 #[test]
@@ -82,17 +82,17 @@ fn unusable_files_say_why() {
 
 #[test]
 fn tables_keep_quotes_and_lines() {
-    let found = source("a.csv", b"prompt,completion\n\"a, \"\"b\"\"\nc\",d\nonly one\n1,2\n");
+    let actual = source("a.csv", b"prompt,completion\n\"a, \"\"b\"\"\nc\",d\nonly one\n1,2\n");
     assert_eq!(
-        places(&found),
+        places(&actual),
         [
             (RowOrigin::Line(2), json!({"prompt": "a, \"b\"\nc", "completion": "d"})),
             (RowOrigin::Line(5), json!({"prompt": "1", "completion": "2"}))
         ]
     );
-    assert_eq!(found.bad[0].to_string().rsplit_once('/').unwrap().1, "a.csv:4: 1 fields; the header has 2");
-    let found = source("a.tsv", b"text\nx,y\n");
-    assert_eq!(places(&found), [(RowOrigin::Line(2), json!({"text": "x,y"}))]);
+    assert_eq!(actual.bad[0].to_string().rsplit_once('/').unwrap().1, "a.csv:4: 1 fields; the header has 2");
+    let actual = source("a.tsv", b"text\nx,y\n");
+    assert_eq!(places(&actual), [(RowOrigin::Line(2), json!({"text": "x,y"}))]);
 }
 
 #[test]
@@ -140,8 +140,8 @@ fn parquet_is_unpacked_from_each_codec() {
         .map(|(number, word)| json!({"text": format!("{}{number}.", format!("The {word} ").repeat(12))}))
         .collect();
     for codec in ["gzip", "brotli", "lz4"] {
-        let found = read(&golden.join(format!("packed_{codec}.parquet")), Split::Train).unwrap();
-        let rows: Vec<Value> = places(&found).into_iter().map(|(_, value)| value).collect();
+        let actual = read(&golden.join(format!("packed_{codec}.parquet")), Split::Train).unwrap();
+        let rows: Vec<Value> = places(&actual).into_iter().map(|(_, value)| value).collect();
         assert_eq!(rows, texts, "{codec}");
     }
 }
@@ -174,10 +174,10 @@ fn a_folder_gives_its_split() {
     ];
     let folder = folder(&files);
     let texts = |split| {
-        let found = read(folder.path(), split).unwrap();
+        let actual = read(folder.path(), split).unwrap();
         let texts: Vec<String> =
-            found.rows.iter().map(|r| r.value["t"].as_str().unwrap().to_owned()).collect();
-        (texts, found.notes)
+            actual.rows.iter().map(|r| r.value["t"].as_str().unwrap().to_owned()).collect();
+        (texts, actual.notes)
     };
     assert_eq!(
         texts(Split::Train),
@@ -193,15 +193,15 @@ fn a_folder_gives_its_split() {
 #[test]
 fn texts_are_documents() {
     let folder = folder(&[("b.txt", b"two"), ("a.md", b"one")]);
-    let found = read(folder.path(), Split::Train).unwrap();
+    let actual = read(folder.path(), Split::Train).unwrap();
     let texts: Vec<_> =
-        found.rows.iter().map(|row| (row.value["text"].as_str().unwrap(), row.document)).collect();
+        actual.rows.iter().map(|row| (row.value["text"].as_str().unwrap(), row.document)).collect();
     assert_eq!(texts, [("one", true), ("two", true)]);
 }
 
 fn rows(values: &[Value]) -> Vec<RawRow> {
     let origin =
-        |i: usize| Origin { file: Arc::from(Path::new("x.jsonl")), place: RowOrigin::Line(i as u64 + 1) };
+        |i: usize| Origin { file: Arc::from(Path::new("x.jsonl")), row: RowOrigin::Line(i as u64 + 1) };
     let row = |(i, value): (usize, &Value)| RawRow {
         value: value.as_object().unwrap().clone(),
         origin: origin(i),
@@ -235,12 +235,13 @@ fn formats_are_recognised() {
         (json!({"text": "a", "meta": 1}), DataFormat::Text),
     ];
     for (row, format) in table {
-        let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
-        assert_eq!(found, format, "{row}");
+        let (actual, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
+        assert_eq!(actual, format, "{row}");
         assert!(why.starts_with(&format!("{format}: every row has `")), "{why}");
     }
-    let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
-    assert_eq!((found, why.as_str()), (DataFormat::Text, "text: 2 of 3 rows have `text`"));
+    let (actual, why) =
+        detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
+    assert_eq!((actual, why.as_str()), (DataFormat::Text, "text: 2 of 3 rows have `text`"));
     let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
     assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
@@ -273,9 +274,9 @@ fn sharegpt_becomes_messages() {
         ],
         "tools": "[{\"name\": \"f\", \"parameters\": {}}]",
     });
-    let (found, tools) = messages(row, DataFormat::Sharegpt);
+    let (actual, tools) = messages(row, DataFormat::Sharegpt);
     assert_eq!(
-        found,
+        actual,
         [
             json!({"role": "system", "content": "s"}),
             json!({"role": "user", "content": "h"}),
@@ -301,9 +302,9 @@ fn parts_and_calls_become_regular() {
         {"role": "assistant", "content": null, "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "g", "arguments": "{\"y\": [2]}"}}]},
     ]});
-    let (found, _) = messages(row, DataFormat::Messages);
+    let (actual, _) = messages(row, DataFormat::Messages);
     assert_eq!(
-        found,
+        actual,
         [
             json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
             json!({"role": "assistant", "content": "", "reasoning_content": "why",
@@ -349,8 +350,8 @@ fn other_formats_become_records() {
     let contents: Vec<Value> =
         messages(history, DataFormat::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
     assert_eq!(contents, ["s", "a", "b", "c", "d"]);
-    let kept = json!({"messages": [{"role": "user", "content": "a"}], "label": false});
-    assert_eq!(record(kept, DataFormat::Messages).unwrap(), None);
+    let labelled = json!({"messages": [{"role": "user", "content": "a"}], "label": false});
+    assert_eq!(record(labelled, DataFormat::Messages).unwrap(), None);
 }
 
 #[test]
@@ -410,7 +411,7 @@ fn malformed_rows_say_what_is_wrong() {
             "`output` is null; a string is needed",
         ),
     ] {
-        let found = record(row.clone(), format).unwrap_err();
-        assert!(found.contains(why), "{row}: {found}");
+        let actual = record(row.clone(), format).unwrap_err();
+        assert!(actual.contains(why), "{row}: {actual}");
     }
 }

@@ -12,9 +12,9 @@ use crate::hub_double::RepoDouble;
 
 /// Returns the files used of a data set, without their folder.
 fn taken(id: &str, rows_for: RowsFor, options: &HubOptions) -> Result<Vec<PathBuf>> {
-    let found = locate_dataset(id, rows_for, options, &mut |_| {})?;
-    assert!(found.rows.iter().all(|file| file.is_file()), "{:?}", found.rows);
-    Ok(found.rows.iter().map(|file| file.strip_prefix(&found.folder).unwrap().to_owned()).collect())
+    let located = locate_dataset(id, rows_for, options, &mut |_| {})?;
+    assert!(located.rows.iter().all(|file| file.is_file()), "{:?}", located.rows);
+    Ok(located.rows.iter().map(|file| file.strip_prefix(&located.folder).unwrap().to_owned()).collect())
 }
 
 fn train(world: &World, id: &str) -> Vec<PathBuf> {
@@ -93,9 +93,9 @@ fn the_default_configuration_is_taken_and_said() {
     let readme =
         TWO_CONFIGURATIONS.replace("socratic\n  data_files", "socratic\n  default: true\n  data_files");
     let world = World::new(vec![two_configurations("ada/rows").file("README.md", readme)]);
-    let found = locate_dataset("ada/rows", RowsFor::Training, &world.options, &mut |_| {}).unwrap();
-    assert_eq!(found.rows, [found.folder.join("socratic/train-00000-of-00001.parquet")]);
-    let note = found.note.unwrap();
+    let located = locate_dataset("ada/rows", RowsFor::Training, &world.options, &mut |_| {}).unwrap();
+    assert_eq!(located.rows, [located.folder.join("socratic/train-00000-of-00001.parquet")]);
+    let note = located.note.unwrap();
     assert!(
         note.contains("default configuration `socratic`") && note.contains("main (test, train)"),
         "{note}"

@@ -17,7 +17,7 @@ fn golden(path: &str) -> PathBuf {
 /// A hub with one model, the same model in a folder, and a cache folder.
 struct Scene {
     hub: HubDouble,
-    place: tempfile::TempDir,
+    dir: tempfile::TempDir,
     commit: String,
 }
 
@@ -26,16 +26,16 @@ impl Scene {
     fn of(folder: &Path) -> Self {
         let repo = repo_of(folder);
         let commit = repo.commit();
-        Scene { hub: HubDouble::start_with_cdn(vec![repo]), place: tempfile::tempdir().unwrap(), commit }
+        Scene { hub: HubDouble::start_with_cdn(vec![repo]), dir: tempfile::tempdir().unwrap(), commit }
     }
 
     fn run(&self, args: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
-        command.args(args).current_dir(self.place.path()).stdin(Stdio::null());
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         for name in ["HF_HUB_OFFLINE", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
-        command.env("HF_ENDPOINT", self.hub.url()).env("HF_HOME", self.place.path().join("hf"));
+        command.env("HF_ENDPOINT", self.hub.url()).env("HF_HOME", self.dir.path().join("hf"));
         command.output().unwrap()
     }
 
@@ -55,11 +55,11 @@ impl Scene {
     }
 
     fn snapshot(&self) -> PathBuf {
-        self.place.path().join("hf/hub/models--ada--model/snapshots").join(&self.commit)
+        self.dir.path().join("hf/hub/models--ada--model/snapshots").join(&self.commit)
     }
 
     fn blobs(&self) -> Vec<u64> {
-        let folder = self.place.path().join("hf/hub/models--ada--model/blobs");
+        let folder = self.dir.path().join("hf/hub/models--ada--model/blobs");
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).collect()
     }
 }
@@ -199,7 +199,7 @@ fn zeros(bytes: usize) -> Vec<u8> {
 fn hub_of(weights: Vec<u8>) -> Scene {
     let repo = RepoDouble::model("ada/model").file("config.json", "{}").lfs("model.safetensors", weights);
     let commit = repo.commit();
-    Scene { hub: HubDouble::start(vec![repo]), place: tempfile::tempdir().unwrap(), commit }
+    Scene { hub: HubDouble::start(vec![repo]), dir: tempfile::tempdir().unwrap(), commit }
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn a_broken_range_is_asked_for_again_and_a_refused_one_is_explained() {
 
     let repo = repo_of(&golden("models/tiny-llama")).access(Access::Gated { good: SECRET });
     let commit = repo.commit();
-    let scene = Scene { hub: HubDouble::start(vec![repo]), place: tempfile::tempdir().unwrap(), commit };
+    let scene = Scene { hub: HubDouble::start(vec![repo]), dir: tempfile::tempdir().unwrap(), commit };
     let text = scene.refused(&["inspect", "ada/model"]);
     assert!(text.contains("is gated"), "{text}");
 }

@@ -138,7 +138,7 @@ fn the_token_stays_off_once_a_chain_has_left() {
         let hubs = [&world.hub, &elsewhere];
         let places: Vec<usize> = (0..3).map(|bit| order >> bit & 1).collect();
         let mut at = 0;
-        for (step, &place) in places.iter().enumerate() {
+        for (step, &hub) in places.iter().enumerate() {
             let from = if step == 0 { "/api/".to_owned() } else { format!("/step-{step}") };
             let last = step + 1 == places.len();
             let to = if last {
@@ -146,20 +146,20 @@ fn the_token_stays_off_once_a_chain_has_left() {
             } else {
                 format!("/step-{}", step + 1)
             };
-            redirect_once(hubs[at], &from, hubs[place].url(), &to);
-            at = place;
+            redirect_once(hubs[at], &from, hubs[hub].url(), &to);
+            at = hub;
         }
         world.model("ada/tiny").unwrap();
         let mut left = false;
-        let expected = std::iter::once(0).chain(places.iter().copied()).map(|place| {
-            left |= place == 1;
+        let expected = std::iter::once(0).chain(places.iter().copied()).map(|hub| {
+            left |= hub == 1;
             !left
         });
         let expected: Vec<bool> = expected.collect();
         let mut sent = Vec::new();
         let mut lines = [world.hub.requests(), elsewhere.requests()].map(Vec::into_iter);
-        for place in std::iter::once(0).chain(places.iter().copied()) {
-            sent.push(lines[place].next().unwrap().authorization.is_some());
+        for hub in std::iter::once(0).chain(places.iter().copied()) {
+            sent.push(lines[hub].next().unwrap().authorization.is_some());
         }
         assert_eq!(sent, expected, "{places:?}");
     }

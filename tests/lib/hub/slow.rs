@@ -52,8 +52,8 @@ fn a_file_that_drips_is_broken_off_and_its_part_is_kept() {
     // The next run continues with the bytes received so far.
     world.hub.forget();
     world.options.retry = Retry::default();
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     let range = world.hub.requests().into_iter().find_map(|request| request.range);
     assert_eq!(range, Some(format!("bytes={part}-")));
 }
@@ -74,8 +74,10 @@ fn a_header_that_drips_is_broken_off() {
     world.options.retry.attempts = 2;
     world.options.retry.least_speed = LeastSpeed { bytes_per_sec: 100_000, over: LIMIT };
     let mut quiet = |_: DownloadEvent<'_>| {};
-    let found = finetune::hub::locate_model_in_place("ada/tiny", "main", &world.options, &mut quiet).unwrap();
+    let located =
+        finetune::hub::locate_model_in_place("ada/tiny", "main", &world.options, &mut quiet).unwrap();
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 9, Spoil::DripBody(DRIP)));
-    let told = found.remote.unwrap().read("model.safetensors", 0..4000, &mut quiet).unwrap_err().to_string();
+    let told =
+        located.remote.unwrap().read("model.safetensors", 0..4000, &mut quiet).unwrap_err().to_string();
     assert!(told.contains("the minimum is 100000 bytes/s over 0.3 s"), "{told}");
 }

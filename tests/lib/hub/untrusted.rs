@@ -67,8 +67,8 @@ fn what_is_no_answer_about_gates_is_no_description() {
             single("ada/tiny").commit()
         );
         world.hub.fault(Fault::new(&["/api/"], 1, Spoil::Body(body.into_bytes())));
-        let found = locate_model_headers("ada/tiny", "main", &world.options, &mut |_| {});
-        assert_eq!(found.is_ok(), is_fine, "{gated}");
+        let located = locate_model_headers("ada/tiny", "main", &world.options, &mut |_| {});
+        assert_eq!(located.is_ok(), is_fine, "{gated}");
     }
 }
 
@@ -91,13 +91,16 @@ fn nothing_is_written_through_a_planted_link() {
     for name in &planted {
         symlink(&victim, folder.join(name)).unwrap();
     }
-    let found = world.model("ada/tiny").unwrap();
+    let located = world.model("ada/tiny").unwrap();
     assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     for name in [&format!("blobs/{digest}"), &planted[2]] {
         assert!(folder.join(name).symlink_metadata().unwrap().is_file(), "{name} is still a link");
     }
-    assert_eq!(locate_model("ada/tiny", "main", &world.offline(), &mut |_| {}).unwrap().commit, found.commit);
+    assert_eq!(
+        locate_model("ada/tiny", "main", &world.offline(), &mut |_| {}).unwrap().commit,
+        located.commit
+    );
 }
 
 /// At the path of a blob itself: a link to a file of the same size, or a pipe.
@@ -110,15 +113,15 @@ fn what_is_planted_as_a_blob_is_not_taken_for_it() {
     std::fs::create_dir_all(&blobs).unwrap();
     let blob = blobs.join(sha256(&weights(400_000)));
     symlink(&victim, &blob).unwrap();
-    let found = world.model("ada/tiny").unwrap();
-    assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+    let located = world.model("ada/tiny").unwrap();
+    assert_eq!(read(&located, "model.safetensors"), weights(400_000));
     assert!(blob.symlink_metadata().unwrap().is_file());
     assert!(std::fs::read(&victim).unwrap().iter().all(|byte| *byte == b'x'));
 }
 
 /// Flips one bit of the blob behind a file of a snapshot.
-fn damage(found: &Located, file: &str) {
-    let path = found.folder.join(file);
+fn damage(located: &Located, file: &str) {
+    let path = located.folder.join(file);
     let mut bytes = std::fs::read(&path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
@@ -131,17 +134,17 @@ fn a_cached_file_that_was_changed_is_fetched_anew_and_refused_offline() {
         for noted in [false, true] {
             let mut world = World::new(vec![single("ada/tiny")]);
             world.options.verified_dir = noted.then(|| world.cache.path().join("verified"));
-            let found = world.model("ada/tiny").unwrap();
-            let sound = read(&found, file);
-            damage(&found, file);
+            let located = world.model("ada/tiny").unwrap();
+            let sound = read(&located, file);
+            damage(&located, file);
             let error = locate_model("ada/tiny", "main", &world.offline(), &mut |_| {}).unwrap_err();
             assert_eq!(error.kind(), ErrorCategory::User);
             let text = error.to_string();
             assert!(text.contains("is damaged in the cache") && text.contains(file), "{text}");
-            assert!(read(&found, file) != sound, "an offline run changed the cache");
+            assert!(read(&located, file) != sound, "an offline run changed the cache");
             world.hub.forget();
             world.model("ada/tiny").unwrap();
-            assert_eq!(read(&found, file), sound, "{file}");
+            assert_eq!(read(&located, file), sound, "{file}");
             assert_eq!(world.hub.count("GET /ada"), 1, "{file}: {:?}", world.hub.requests());
             locate_model("ada/tiny", "main", &world.offline(), &mut |_| {}).unwrap();
         }
@@ -152,8 +155,8 @@ fn a_cached_file_that_was_changed_is_fetched_anew_and_refused_offline() {
 #[test]
 fn weights_that_are_only_planned_with_are_not_hashed() {
     let world = World::new(vec![single("ada/tiny")]);
-    let found = world.model("ada/tiny").unwrap();
-    damage(&found, "model.safetensors");
+    let located = world.model("ada/tiny").unwrap();
+    damage(&located, "model.safetensors");
     let mut checked = Vec::new();
     let mut note = |event: DownloadEvent<'_>| {
         if let DownloadEvent::Check { file, .. } = event {
@@ -181,12 +184,12 @@ fn cached_adapters_and_rows_are_verified_too() {
         ]
     };
     assert!(again().iter().all(Result::is_ok));
-    for (found, file) in [(&adapter, "adapter_model.safetensors"), (&data, "train.jsonl")] {
-        let sound = read(found, file);
-        damage(found, file);
-        let texts = again().map(|found| found.err().map(|error| error.to_string()).unwrap_or_default());
+    for (located, file) in [(&adapter, "adapter_model.safetensors"), (&data, "train.jsonl")] {
+        let sound = read(located, file);
+        damage(located, file);
+        let texts = again().map(|located| located.err().map(|error| error.to_string()).unwrap_or_default());
         assert_eq!(texts.iter().filter(|text| text.contains(file)).count(), 1, "{texts:?}");
-        std::fs::write(found.folder.join(file), sound).unwrap();
+        std::fs::write(located.folder.join(file), sound).unwrap();
     }
 }
 
@@ -236,7 +239,7 @@ fn a_token_file_that_others_can_read_stops_what_asks_the_hub_and_nothing_else() 
     }
     assert_eq!(locate(&options(0o600, false)).unwrap().note, None);
     // Neither the cache nor a local folder needs a token.
-    let found = locate(&options(0o644, true)).unwrap();
-    let folder = found.folder.to_str().unwrap();
+    let located = locate(&options(0o644, true)).unwrap();
+    let folder = located.folder.to_str().unwrap();
     locate_model(folder, "main", &options(0o644, false), &mut |_| {}).unwrap();
 }

@@ -224,8 +224,8 @@ fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (
             RouterScores::Softmax => sum_of(&order),
             RouterScores::Sigmoid => 1.0,
         };
-        for (id, place) in order[..k].iter().zip(places) {
-            let row = &x[place * width..][..width];
+        for (id, row) in order[..k].iter().zip(places) {
+            let row = &x[row * width..][..width];
             y.iter_mut().zip(row).for_each(|(y, x)| *y += score(logits[*id]) / sum * factor * x);
         }
     }

@@ -87,32 +87,32 @@ fn every_backward_has_an_oracle() {
     let read = |path: &Path| fs::read_to_string(path).unwrap();
     let oracles = read(&ops.join("selftest/oracle.rs")) + include_str!("finite_differences.rs");
     let head = Regex::new(r"(?m)^pub fn (\w+_backward)\(").unwrap();
-    let mut found = 0;
+    let mut count = 0;
     for path in sources(&ops) {
         let module = path.file_stem().unwrap().to_string_lossy();
         for name in head.captures_iter(&read(&path)).map(|name| name[1].to_owned()) {
             let calls =
                 [format!("{name}("), format!("{name}_reference("), format!("{module}::reference_backward(")];
             assert!(calls.iter().any(|call| oracles.contains(call)), "no oracle computes {name}");
-            found += 1;
+            count += 1;
         }
     }
-    assert!(found > 5, "{found}");
+    assert!(count > 5, "{count}");
 }
 
 /// Returns the names of the free public functions below `crates/ops/src/ops` and of the copies of
 /// `runtime`, except those that are no ops.
 fn public_ops() -> BTreeSet<String> {
     let head = Regex::new(r"(?m)^pub fn (\w+)").unwrap();
-    let mut found = BTreeSet::new();
+    let mut names = BTreeSet::new();
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates");
     let copies = crates.join("runtime/src/runtime/copy.rs");
     for path in sources(&crates.join("ops/src/ops")).into_iter().chain([copies]) {
         let text = fs::read_to_string(path).unwrap();
-        found.extend(head.captures_iter(&text).map(|name| name[1].to_owned()));
+        names.extend(head.captures_iter(&text).map(|name| name[1].to_owned()));
     }
-    found.retain(|name| !NO_OPS.contains(&name.as_str()));
-    found
+    names.retain(|name| !NO_OPS.contains(&name.as_str()));
+    names
 }
 
 fn sources(folder: &Path) -> Vec<PathBuf> {

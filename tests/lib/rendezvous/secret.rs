@@ -9,13 +9,13 @@ use super::*;
 
 /// Returns the options of a user's process with this cache folder and these further variables.
 fn of_user(cache: &Path, address: &str, port: u16, more: &[(&str, &str)]) -> Result<RendezvousOptions> {
-    let found = RendezvousOptions::from_environment(master(address, port, 1), &|name| match name {
+    let options_read = RendezvousOptions::from_environment(master(address, port, 1), &|name| match name {
         "XDG_CACHE_HOME" => Some(cache.as_os_str().to_owned()),
         _ => more.iter().find(|(other, _)| *other == name).map(|(_, value)| OsString::from(value)),
     })?;
     Ok(RendezvousOptions {
         run: "test run".to_owned(),
-        ..RendezvousOptions { secret: found.secret, ..options(port) }
+        ..RendezvousOptions { secret: options_read.secret, ..options(port) }
     })
 }
 

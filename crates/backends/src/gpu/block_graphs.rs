@@ -4,7 +4,8 @@
 //! A graph is never trusted: its recorded requests are compared with those of the present pass, bit
 //! by bit. Requests of the same functions with other arguments are changed in the graph. If that
 //! takes as many calls as launches one by one, these are made. A graph is made when two passes in
-//! a row differ so little.
+//! a row differ so little. If the GPU has no memory for one, the run goes on without further
+//! graphs.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,6 +14,7 @@ use super::Driver;
 use super::request::{DeviceGraph, Request};
 use crate::error::Result;
 use crate::locks::locked;
+use crate::runtime::device_memory::allocated_if_free;
 use crate::runtime::trace::{SpanInfo, span};
 
 /// Parts of a pass that have a graph: a pass over a large block is launched in parts, whose few
@@ -52,6 +54,8 @@ pub struct GraphCounts {
     pub changed: u64,
     /// Launches and products that were requested one by one.
     pub one_by_one: u64,
+    /// Graphs that the GPU had no memory for; after the first, no other is made.
+    pub refused: u64,
 }
 
 /// The graphs of a model on one device, at most one for each part of a pass over a block. Clones
@@ -63,6 +67,8 @@ pub struct BlockGraphs(Arc<Mutex<Graphs>>);
 struct Graphs {
     parts: HashMap<PartKey, Part>,
     counts: GraphCounts,
+    /// True after [`BlockGraphs::warning`] told of the missing memory.
+    has_warned: bool,
 }
 
 /// A graph, and the requests that it holds.
@@ -135,8 +141,10 @@ impl Part {
         let _span = span(|| SpanInfo::op("launch graph").detail("one by one").dims(&[wanted.len()]));
         wanted.iter().try_for_each(|request| request.issue(driver))?;
         counts.one_by_one += len;
-        if changes(&self.last, &wanted).is_some() {
-            let graph = driver.graph(&wanted)?;
+        if counts.refused == 0 && changes(&self.last, &wanted).is_some() {
+            let allocated = allocated_if_free(|| driver.graph(&wanted))?;
+            counts.refused += u64::from(allocated.is_none());
+            let graph = allocated.flatten();
             counts.made += u64::from(graph.is_some());
             self.known = graph.map(|graph| Known { graph, requests: wanted.clone() });
         }
@@ -151,6 +159,17 @@ impl BlockGraphs {
         locked(&self.0).counts
     }
 
+    /// Returns a warning once after the GPU had no memory for a graph.
+    pub fn warning(&self) -> Option<&'static str> {
+        let mut graphs = locked(&self.0);
+        let has_refused = graphs.counts.refused > 0;
+        let has_warned = std::mem::replace(&mut graphs.has_warned, has_refused);
+        (has_refused && !has_warned).then_some(
+            "the GPU has too little memory for more CUDA graphs: blocks without one launch their kernels one by one \
+             from now on; the results are the same",
+        )
+    }
+
     /// Requests recorded work of the driver.
     pub(super) fn issue(
         &self,
@@ -159,7 +178,7 @@ impl BlockGraphs {
         requests: Vec<Request>,
     ) -> Result<()> {
         let mut graphs = locked(&self.0);
-        let Graphs { parts, counts } = &mut *graphs;
+        let Graphs { parts, counts, .. } = &mut *graphs;
         if part.part >= PARTS {
             counts.one_by_one += requests.len() as u64;
             return requests.iter().try_for_each(|request| request.issue(driver));

@@ -25,18 +25,18 @@ thread_local! {
 /// Fails if the device has not enough memory.
 pub fn constant<T: KernelElement>(table: &'static [T], device: &Device) -> Result<Tensor> {
     let address = table.as_ptr().addr();
-    let is_same = |kept: &&DeviceTable| {
-        kept.address == address
-            && kept.there.device().same_device(device)
-            && kept.there.dtype() == T::DTYPE
-            && kept.there.elem_count() == table.len()
+    let is_same = |entry: &&DeviceTable| {
+        entry.address == address
+            && entry.there.device().same_device(device)
+            && entry.there.dtype() == T::DTYPE
+            && entry.there.elem_count() == table.len()
     };
     if let Some(table_on_device) =
-        UPLOADED.with_borrow(|kept| kept.iter().find(is_same).map(|kept| kept.there.clone()))
+        UPLOADED.with_borrow(|tables| tables.iter().find(is_same).map(|entry| entry.there.clone()))
     {
         return Ok(table_on_device);
     }
     let uploaded = upload(table, table.len(), device)?;
-    UPLOADED.with_borrow_mut(|kept| kept.push(DeviceTable { address, there: uploaded.clone() }));
+    UPLOADED.with_borrow_mut(|tables| tables.push(DeviceTable { address, there: uploaded.clone() }));
     Ok(uploaded)
 }

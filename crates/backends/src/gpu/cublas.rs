@@ -71,8 +71,8 @@ impl GemmDescriptors {
             operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
             layouts: [std::ptr::null_mut(); 4],
         };
-        for (place, (matrix, element)) in [gemm.a, gemm.b, gemm.c, gemm.d].iter().zip(elements).enumerate() {
-            descriptors.layouts[place] = layout(matrix, element)?;
+        for (index, (matrix, element)) in [gemm.a, gemm.b, gemm.c, gemm.d].iter().zip(elements).enumerate() {
+            descriptors.layouts[index] = layout(matrix, element)?;
         }
         use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
         for (attribute, transposed) in
@@ -270,9 +270,9 @@ impl Cublas {
         Ok(Cublas { cublas_lt: CublasLt(handle), workspace, plans: GemmPlans::new(PLANS) })
     }
 
-    /// Multiplies from now on by the algorithms at `place` of cuBLAS's ranking, from 0.
-    pub(crate) fn choose_place(&mut self, place: usize) {
-        self.plans.choose_place(place);
+    /// Multiplies from now on by the algorithms at `index` of cuBLAS's ranking, from 0.
+    pub(crate) fn choose_algorithm(&mut self, index: usize) {
+        self.plans.choose_algorithm(index);
     }
 
     /// Launches the product on `stream`.

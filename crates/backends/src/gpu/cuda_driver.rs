@@ -358,9 +358,9 @@ impl Driver for CudaDriver {
         self.scales_rows
     }
 
-    fn choose_algorithm(&self, place: usize) -> Result<()> {
+    fn choose_algorithm(&self, index: usize) -> Result<()> {
         self.bind()?;
-        self.cublas(&mut locked(&self.cublas)).map(|cublas| cublas.choose_place(place))
+        self.cublas(&mut locked(&self.cublas)).map(|cublas| cublas.choose_algorithm(index))
     }
 
     fn beside(&self, work: &mut dyn FnMut(&dyn Driver) -> Result<()>) -> Result<Option<Box<dyn WorkBeside>>> {

@@ -100,22 +100,22 @@ pub(crate) struct GemmPlans<L: GemmLibrary> {
     /// The algorithm of each class; none if the library has none for it.
     choices: LruCache<GemmPlanKey, Option<L::Algorithm>>,
     /// The place of chosen algorithms in the library's ranking, from 0.
-    place: usize,
+    algorithm_index: usize,
 }
 
 impl<L: GemmLibrary> GemmPlans<L> {
     /// Returns an empty cache of at most `limit` plans and as many choices, or of one each.
     pub(super) fn new(limit: usize) -> Self {
         let limit = NonZeroUsize::new(limit).unwrap_or(NonZeroUsize::MIN);
-        GemmPlans { plans: LruCache::new(limit), choices: LruCache::new(limit), place: 0 }
+        GemmPlans { plans: LruCache::new(limit), choices: LruCache::new(limit), algorithm_index: 0 }
     }
 
-    /// Chooses from now on the algorithm at `place` of the library's ranking, from 0, or the last
+    /// Chooses from now on the algorithm at `index` of the library's ranking, from 0, or the last
     /// of a shorter one.
-    pub(crate) fn choose_place(&mut self, place: usize) {
+    pub(crate) fn choose_algorithm(&mut self, index: usize) {
         self.plans.clear();
         self.choices.clear();
-        self.place = place;
+        self.algorithm_index = index;
     }
 
     /// Returns the plan of `gemm`: by the choice of its class or, if that does not compute its
@@ -124,10 +124,10 @@ impl<L: GemmLibrary> GemmPlans<L> {
     /// # Errors
     /// Those of the library, and [`GemmLibrary::UNSUPPORTED`].
     pub(super) fn plan(&mut self, library: &L, gemm: &Gemm) -> Result<&GemmPlan<L>, L::Error> {
-        let GemmPlans { plans, choices, place } = self;
+        let GemmPlans { plans, choices, algorithm_index } = self;
         let key = GemmPlanKey::of(gemm);
         let choose = |description: &L::Description, alignments| -> Result<_, L::Error> {
-            let ranking = library.ranking(description, alignments, *place + 1)?;
+            let ranking = library.ranking(description, alignments, *algorithm_index + 1)?;
             Ok(ranking.last().copied())
         };
         let alignments = key.alignments;
@@ -195,7 +195,7 @@ mod tests {
             }
             self.choices.borrow_mut().push(*size);
             let available = if self.unsupported.contains(size) { 0 } else { 3 };
-            Ok((0..most.min(available)).map(|place| (*size, place)).collect())
+            Ok((0..most.min(available)).map(|index| (*size, index)).collect())
         }
 
         fn is_supported(&self, (size, _): &(Size, Rc<()>), (chosen_for, _): &(Size, usize)) -> bool {
@@ -312,12 +312,12 @@ mod tests {
             plans.plan(&library, &product(Transpose::Tn, 300)).expect("a plan").algorithm.1
         };
         assert_eq!(algorithm(&mut plans), 0);
-        plans.choose_place(2);
+        plans.choose_algorithm(2);
         assert_eq!(algorithm(&mut plans), 2);
         // The library has three.
-        plans.choose_place(7);
+        plans.choose_algorithm(7);
         assert_eq!(algorithm(&mut plans), 2);
-        plans.choose_place(0);
+        plans.choose_algorithm(0);
         assert_eq!(algorithm(&mut plans), 0);
     }
 }

@@ -177,12 +177,12 @@ pub trait Driver: std::fmt::Debug {
     /// Fails if the driver refuses the product, or the emulator finds a matrix outside its tensor.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 
-    /// Multiplies from now on by the algorithms at `place` of the library's ranking: 0 is the one
+    /// Multiplies from now on by the algorithms at `index` of the library's ranking: 0 is the one
     /// that it expects to be the fastest.
     ///
     /// # Errors
     /// Fails if the library does not start.
-    fn choose_algorithm(&self, _place: usize) -> Result<()> {
+    fn choose_algorithm(&self, _index: usize) -> Result<()> {
         Ok(())
     }
 
@@ -252,13 +252,13 @@ fn real_driver_on(device: &Device) -> Option<&'static dyn Driver> {
     }
 }
 
-/// Multiplies from now on by the algorithms at `place` of the ranking of the library of `device`.
+/// Multiplies from now on by the algorithms at `index` of the ranking of the library of `device`.
 /// Has no effect where the CPU forms compute.
 ///
 /// # Errors
 /// Fails if the library does not start.
-pub fn choose_algorithm(device: &Device, place: usize) -> Result<()> {
-    driver_on(device).map_or(Ok(()), |driver| driver.choose_algorithm(place))
+pub fn choose_algorithm(device: &Device, index: usize) -> Result<()> {
+    driver_on(device).map_or(Ok(()), |driver| driver.choose_algorithm(index))
 }
 
 /// Returns true if kernels compute on `device`.

@@ -38,7 +38,7 @@ impl TaskMemory {
 const STRIPS: usize = 4;
 
 /// Returns a buffer of `len` tiles, which the caller writes before they are read.
-fn room(memory: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
+fn resized(memory: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
     if memory.len() < len {
         memory.resize(len, Tile::ZERO);
     }
@@ -192,7 +192,7 @@ impl<'a> SharedOperand<'a> {
         let layout = side.layout(&inner);
         let mut tiles = LAST_SHARED.with(Cell::take);
         let len = outer.len().div_ceil(SQUARE) * layout.total();
-        each_chunk(threads, room(&mut tiles, len), layout.total().max(1), |number, tiles| {
+        each_chunk(threads, resized(&mut tiles, len), layout.total().max(1), |number, tiles| {
             let start = outer.start + number * SQUARE;
             let mut task = LAST_TASK.with(Cell::take);
             side.pack(tiles, start..(start + SQUARE).min(outer.end), &inner, &mut task.dequantized);
@@ -222,7 +222,7 @@ impl<'a> SharedOperand<'a> {
         let mut memory = LAST_TASK.with(Cell::take);
         let layout = own.layout(&self.inner);
         let count = outer.len().div_ceil(SQUARE);
-        let tiles = room(&mut memory.own, count * layout.total());
+        let tiles = resized(&mut memory.own, count * layout.total());
         own.pack(tiles, outer.clone(), &self.inner, &mut memory.dequantized);
         let own_rows = own.rows(&outer, &self.inner);
         let mut square = Accumulator::default();

@@ -17,7 +17,7 @@ pub(super) fn check_shard(call: Call, shard: &Buffer, full: &Buffer, ranks: usiz
 
 /// Refuses memory of a GPU, for backends that access memory with the processor.
 pub(super) fn check_host(call: Call, memory: &Buffer) -> Result<()> {
-    match memory.place() {
+    match memory.memory_kind() {
         MemoryKind::Host => Ok(()),
         MemoryKind::Gpu => Err(Error::internal(format!("cannot move {call}"))
             .because(format!("it is {memory:?}, and these ranks communicate through host memory"))),

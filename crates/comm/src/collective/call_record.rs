@@ -91,7 +91,7 @@ impl CallRecord {
         bytes[8..16].copy_from_slice(&self.elements.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.index.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.number.to_le_bytes());
-        let code = |place: Option<usize>| place.map_or(u8::MAX, |place| place as u8);
+        let code = |index: Option<usize>| index.map_or(u8::MAX, |index| index as u8);
         bytes[28] = code(Op::ALL.iter().position(|op| *op == self.op));
         bytes[29] = code(ELEMENTS.iter().position(|element| Some(*element) == self.element));
         bytes[30] = code(Phase::ALL.iter().position(|phase| Some(*phase) == self.phase));

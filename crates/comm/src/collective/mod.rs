@@ -79,7 +79,7 @@ pub fn run_among_processes(
         launch,
         mpi::DEADLINE,
         |stop| armed(Box::new(move |cause| stop.raise(cause))),
-        |place, world| work(place, world),
+        |local_rank, world| work(local_rank, world),
     )
     .map(drop);
     #[cfg(not(feature = "mpi"))]

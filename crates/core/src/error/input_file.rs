@@ -60,7 +60,7 @@ pub fn read_up_to(doing: &str, path: &Path, max: u64) -> Result<Vec<u8>> {
     let mut contents = Vec::with_capacity(bytes as usize);
     file.take(max + 1).read_to_end(&mut contents).map_err(|error| Error::io(doing, path, &error))?;
     match contents.len() as u64 {
-        found if found > max => too_large(found),
+        bytes if bytes > max => too_large(bytes),
         _ => Ok(contents),
     }
 }
@@ -81,20 +81,20 @@ pub fn read_text(doing: &str, path: &Path) -> Result<String> {
     })
 }
 
-fn require_regular(doing: &str, path: &Path, found: &Metadata) -> Result<()> {
-    if found.is_file() {
+fn require_regular(doing: &str, path: &Path, metadata: &Metadata) -> Result<()> {
+    if metadata.is_file() {
         return Ok(());
     }
-    if found.is_dir() {
+    if metadata.is_dir() {
         return Err(Error::io(doing, path, &io::ErrorKind::IsADirectory.into()));
     }
     Err(Error::user(format!("cannot {doing} {}", path.display()))
-        .because(format!("it is {}; accepted: a regular file, or a link to one", kind(found)))
+        .because(format!("it is {}; accepted: a regular file, or a link to one", kind(metadata)))
         .hint("write its contents to a file first"))
 }
 
-fn kind(found: &Metadata) -> &'static str {
-    let file_type = found.file_type();
+fn kind(metadata: &Metadata) -> &'static str {
+    let file_type = metadata.file_type();
     if file_type.is_fifo() {
         "a FIFO (pipe)"
     } else if file_type.is_char_device() || file_type.is_block_device() {

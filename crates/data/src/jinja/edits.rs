@@ -45,18 +45,18 @@ impl SourceEdits {
         self.0.push(SourceEdit { at, class: EditClass::After, removed: 0, text: text.into() });
     }
 
-    /// Replaces the range `place` with `text`.
-    pub(super) fn instead(&mut self, place: std::ops::Range<usize>, text: impl Into<String>) {
+    /// Replaces the range `range` with `text`.
+    pub(super) fn instead(&mut self, range: std::ops::Range<usize>, text: impl Into<String>) {
         self.0.push(SourceEdit {
-            at: place.start,
+            at: range.start,
             class: EditClass::Instead,
-            removed: place.len(),
+            removed: range.len(),
             text: text.into(),
         });
     }
 
-    /// Returns the range `place` of `source` with these changes.
-    pub(super) fn apply(self, source: &str, place: std::ops::Range<usize>) -> String {
+    /// Returns the range `range` of `source` with these changes.
+    pub(super) fn apply(self, source: &str, range: std::ops::Range<usize>) -> String {
         let mut edits: Vec<(usize, SourceEdit)> = self.0.into_iter().enumerate().collect();
         edits.sort_by(|(a_order, a), (b_order, b)| {
             let order = match a.class {
@@ -65,8 +65,8 @@ impl SourceEdits {
             };
             (a.at, a.class).cmp(&(b.at, b.class)).then(order)
         });
-        let mut out = String::with_capacity(place.len());
-        let mut at = place.start;
+        let mut out = String::with_capacity(range.len());
+        let mut at = range.start;
         for (_, edit) in edits {
             if edit.at > at {
                 out.push_str(&source[at..edit.at]);
@@ -74,7 +74,7 @@ impl SourceEdits {
             out.push_str(&edit.text);
             at = at.max(edit.at + edit.removed);
         }
-        out.push_str(&source[at.min(place.end)..place.end]);
+        out.push_str(&source[at.min(range.end)..range.end]);
         out
     }
 }

@@ -170,9 +170,9 @@ impl FormatSpec {
         let mut digits = whole.to_owned();
         if zeros {
             // The separators between groups of zeros count for the width, too.
-            let room = self.width.saturating_sub(sign.len() + prefix.len() + rest.chars().count());
+            let width = self.width.saturating_sub(sign.len() + prefix.len() + rest.chars().count());
             let (mut missing, length) = (0, digits.len());
-            while grouped_length(length + missing, self.grouping, group) < room {
+            while grouped_length(length + missing, self.grouping, group) < width {
                 missing += 1;
             }
             digits.insert_str(0, &"0".repeat(missing));

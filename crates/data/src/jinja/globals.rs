@@ -46,7 +46,7 @@ fn range_length(start: i64, stop: i64, step: i64) -> Result<usize, Error> {
 /// The object that Jinja's `cycler` gives.
 pub(super) struct ItemCycler {
     items: Vec<Value>,
-    place: AtomicUsize,
+    index: AtomicUsize,
 }
 
 impl ItemCycler {
@@ -58,11 +58,11 @@ impl ItemCycler {
         if args.is_empty() {
             return Err(fault("at least one item has to be provided"));
         }
-        Ok(Value::from_object(ItemCycler { items: args.to_vec(), place: AtomicUsize::new(0) }))
+        Ok(Value::from_object(ItemCycler { items: args.to_vec(), index: AtomicUsize::new(0) }))
     }
 
     fn current(&self) -> Value {
-        self.items[self.place.load(Ordering::Relaxed) % self.items.len()].clone()
+        self.items[self.index.load(Ordering::Relaxed) % self.items.len()].clone()
     }
 }
 
@@ -75,7 +75,7 @@ impl Object for ItemCycler {
         match key.as_str()? {
             "current" => Some(self.current()),
             "items" => Some(self.items.iter().cloned().collect()),
-            "pos" => Some(Value::from(self.place.load(Ordering::Relaxed))),
+            "pos" => Some(Value::from(self.index.load(Ordering::Relaxed))),
             _ => None,
         }
     }
@@ -90,12 +90,12 @@ impl Object for ItemCycler {
         match name {
             "next" => {
                 let item = self.current();
-                self.place
-                    .store((self.place.load(Ordering::Relaxed) + 1) % self.items.len(), Ordering::Relaxed);
+                self.index
+                    .store((self.index.load(Ordering::Relaxed) + 1) % self.items.len(), Ordering::Relaxed);
                 Ok(item)
             }
             "reset" => {
-                self.place.store(0, Ordering::Relaxed);
+                self.index.store(0, Ordering::Relaxed);
                 Ok(Value::from(()))
             }
             _ => Err(Error::from(ErrorKind::UnknownMethod)),

@@ -35,9 +35,9 @@ impl TemplateMacros {
         // The macros that are open, the innermost last.
         let mut open: Vec<&str> = Vec::new();
         for tag in tags {
-            let has = |text: &str| tag.tokens.iter().any(|token| &source[token.place.clone()] == text);
+            let has = |text: &str| tag.tokens.iter().any(|token| &source[token.range.clone()] == text);
             let mut names =
-                tag.tokens.iter().filter(|t| t.kind == TokenKind::Name).map(|t| &source[t.place.clone()]);
+                tag.tokens.iter().filter(|t| t.kind == TokenKind::Name).map(|t| &source[t.range.clone()]);
             match (tag.kind, names.next()) {
                 (TagKind::Block, Some("macro")) => {
                     open.extend(names.next());

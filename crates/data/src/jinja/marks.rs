@@ -13,7 +13,7 @@ pub(crate) fn mark_generation(source: &str) -> Option<String> {
     let mut edits = SourceEdits::default();
     let [open, close] = GENERATION_MARKS;
     for tag in tags(source).into_iter().filter(|tag| tag.kind == TagKind::Block) {
-        let inner = tag.tokens.first().map_or(0..0, |token| token.place.start..tag.close.start);
+        let inner = tag.tokens.first().map_or(0..0, |token| token.range.start..tag.close.start);
         // `with` gives the block its own scope, as in Jinja, and pairs the tags.
         match tag.only_name(source) {
             Some("generation") => {

@@ -60,7 +60,7 @@ fn sequence_method(sequence: &Value, name: &str, args: &[Value]) -> Result<Value
             let [wanted, start, stop] = bind("index", ["value", "start", "stop"], 1, args)?;
             let (first, last) = window(items.len(), start.as_ref(), stop.as_ref())?;
             let index = items[first..last.max(first)].iter().position(|item| Some(item) == wanted.as_ref());
-            index.map(|place| Value::from(first + place)).ok_or_else(|| fault("the value is not in the list"))
+            index.map(|index| Value::from(first + index)).ok_or_else(|| fault("the value is not in the list"))
         }
         _ => {
             let [] = bind(name, [], 0, args)?;

@@ -64,17 +64,17 @@ pub(super) struct PythonRange {
 }
 
 impl PythonRange {
-    /// The item at index `place`, which must be in the range.
-    fn at(&self, place: usize) -> i64 {
-        let item = i128::from(self.start) + i128::from(self.step) * i128::try_from(place).unwrap_or(0);
+    /// The item at index `index`, which must be in the range.
+    fn at(&self, index: usize) -> i64 {
+        let item = i128::from(self.start) + i128::from(self.step) * i128::try_from(index).unwrap_or(0);
         i64::try_from(item).unwrap_or(self.stop)
     }
 
     /// The part of the range at the indices `places`, which are `step` apart.
     pub(super) fn part(&self, places: &[usize], step: i64) -> Value {
-        let (start, length) = (places.first().map_or(self.stop, |place| self.at(*place)), places.len());
+        let (start, length) = (places.first().map_or(self.stop, |index| self.at(*index)), places.len());
         let step = self.step.saturating_mul(step);
-        let stop = places.last().map_or(start, |place| self.at(*place).saturating_add(step));
+        let stop = places.last().map_or(start, |index| self.at(*index).saturating_add(step));
         let stop = if places.len() > 1 || step == self.step { stop.min(self.stop.max(start)) } else { stop };
         Self { start, stop, step, length }.into()
     }
@@ -106,7 +106,7 @@ impl Object for PythonRange {
     }
 
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        let index = key.as_usize().filter(|place| *place < self.length)?;
+        let index = key.as_usize().filter(|index| *index < self.length)?;
         Some(Value::from(self.at(index)))
     }
 

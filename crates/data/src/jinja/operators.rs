@@ -240,7 +240,7 @@ fn slice(args: &[Value]) -> Result<Value, Error> {
         PythonType::Str => {
             let characters: Vec<char> = value.as_str().unwrap_or_default().chars().collect();
             let places = places(characters.len(), start, stop, step)?;
-            Ok(Value::from(places.into_iter().map(|place| characters[place]).collect::<String>()))
+            Ok(Value::from(places.into_iter().map(|index| characters[index]).collect::<String>()))
         }
         PythonType::Range => {
             let places = places(value.len().unwrap_or(0), start, stop, step)?;
@@ -250,7 +250,7 @@ fn slice(args: &[Value]) -> Result<Value, Error> {
         kind @ (PythonType::List | PythonType::Tuple) => {
             let items = items(&value)?;
             let places = places(items.len(), start, stop, step)?;
-            let part: Vec<Value> = places.into_iter().map(|place| items[place].clone()).collect();
+            let part: Vec<Value> = places.into_iter().map(|index| items[index].clone()).collect();
             Ok(if kind == PythonType::Tuple { Tuple::from(part).into() } else { part.into() })
         }
         _ => Ok(Value::UNDEFINED),

@@ -55,7 +55,7 @@ pub(super) fn format(format: &str, values: &Value) -> Result<String, Error> {
     while let Some(c) = characters.get(at) {
         at += 1;
         match c {
-            '%' => at = place(&characters, at, &mut values, &mut out)?,
+            '%' => at = print_field(&characters, at, &mut values, &mut out)?,
             c => out.push(*c),
         }
         check_text(Some(out.len()))?;
@@ -68,7 +68,7 @@ pub(super) fn format(format: &str, values: &Value) -> Result<String, Error> {
 }
 
 /// Prints the field after a `%` at `at`; returns the index of its end.
-fn place(
+fn print_field(
     characters: &[char],
     at: usize,
     values: &mut FormatValues,

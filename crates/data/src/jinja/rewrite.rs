@@ -48,7 +48,7 @@ pub(crate) fn rewrite(source: &str) -> String {
 
 /// Gives the block of a `set` or `filter` a scope, as in Jinja.
 fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<bool>, edits: &mut SourceEdits) {
-    let text = |token: &TagToken| &source[token.place.clone()];
+    let text = |token: &TagToken| &source[token.range.clone()];
     let Some(name) = tag.tokens.first().filter(|_| tag.kind == TagKind::Block) else {
         return;
     };
@@ -63,7 +63,7 @@ fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<boo
             }
         }
         statement @ ("endset" | "endfilter") if scopes.pop() == Some(true) => {
-            edits.instead(name.place.clone(), format!("endwith %}}{{% {statement}"));
+            edits.instead(name.range.clone(), format!("endwith %}}{{% {statement}"));
         }
         _ => {}
     }
@@ -83,7 +83,7 @@ fn rewrite_tag(
     }
     let statement = tag.tokens.first().filter(|token| token.kind == TokenKind::Name)?;
     reader.skip();
-    match &source[statement.place.clone()] {
+    match &source[statement.range.clone()] {
         "if" | "elif" => {
             reader.list()?;
             reader.at_end()
@@ -104,7 +104,7 @@ fn rewrite_tag(
         }
         "macro" => rewrite_macro::rewrite(source, tag, macros, edits),
         "include" | "import" | "extends" | "from" => {
-            let inner = statement.place.start..tag.close.start;
+            let inner = statement.range.start..tag.close.start;
             edits.instead(inner, format!("set refused__ = raise_exception('{NO_OTHER}') "));
             Some(())
         }

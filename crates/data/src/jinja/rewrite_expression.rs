@@ -36,17 +36,17 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
 
     fn token(&self, ahead: usize) -> Option<(&'a str, TokenKind)> {
         let token = self.tokens.get(self.at + ahead)?;
-        Some((&self.source[token.place.clone()], token.kind))
+        Some((&self.source[token.range.clone()], token.kind))
     }
 
     /// The byte range of the next token.
-    pub(super) fn place(&self) -> Option<Range<usize>> {
-        self.tokens.get(self.at).map(|token| token.place.clone())
+    pub(super) fn range(&self) -> Option<Range<usize>> {
+        self.tokens.get(self.at).map(|token| token.range.clone())
     }
 
     /// The end of the previous token.
     fn end(&self) -> usize {
-        self.at.checked_sub(1).and_then(|at| self.tokens.get(at)).map_or(0, |token| token.place.end)
+        self.at.checked_sub(1).and_then(|at| self.tokens.get(at)).map_or(0, |token| token.range.end)
     }
 
     pub(super) fn skip(&mut self) {
@@ -71,21 +71,21 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
 
     /// Consumes `operator` if it is next; returns its byte range.
     pub(super) fn operator(&mut self, operator: &str) -> Option<Range<usize>> {
-        let range = self.place().filter(|_| self.peek_operator(operator))?;
+        let range = self.range().filter(|_| self.peek_operator(operator))?;
         self.skip();
         Some(range)
     }
 
     /// Consumes `name` if it is next; returns its byte range.
     pub(super) fn name(&mut self, name: &str) -> Option<Range<usize>> {
-        let range = self.place().filter(|_| self.peek_name(name))?;
+        let range = self.range().filter(|_| self.peek_name(name))?;
         self.skip();
         Some(range)
     }
 
     /// Consumes any name; returns its byte range.
     pub(super) fn any_name(&mut self) -> Option<Range<usize>> {
-        let range = self.place()?;
+        let range = self.range()?;
         let (_, kind) = self.token(0)?;
         self.skip();
         (kind == TokenKind::Name).then_some(range)
@@ -108,13 +108,13 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     }
 
     /// The text of a token.
-    pub(super) fn text(&self, place: Range<usize>) -> &'a str {
-        &self.source[place]
+    pub(super) fn text(&self, range: Range<usize>) -> &'a str {
+        &self.source[range]
     }
 
     /// Replaces a token with text.
-    pub(super) fn replace(&mut self, place: Range<usize>, text: &str) {
-        self.edits.instead(place, text);
+    pub(super) fn replace(&mut self, range: Range<usize>, text: &str) {
+        self.edits.instead(range, text);
     }
 
     /// Reads the targets of a loop or an assignment. Returns the byte range of a namespace's name
@@ -235,7 +235,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         let (start, mut end) = self.sum()?;
         let mut operators = Vec::new();
         loop {
-            let range = self.place();
+            let range = self.range();
             let function = match self.token(0) {
                 Some(("==" | "!=", TokenKind::Operator)) => "",
                 Some(("<", TokenKind::Operator)) => "lt__(",
@@ -249,15 +249,15 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
                 }
                 _ => break,
             };
-            operators.push((function, range?.start..self.place()?.end));
+            operators.push((function, range?.start..self.range()?.end));
             self.skip();
             end = self.sum()?.1;
         }
         // A chain of comparisons keeps minijinja's own.
-        if let [(function, place)] = &operators[..]
+        if let [(function, operator)] = &operators[..]
             && !function.is_empty()
         {
-            self.replace(place.clone(), ", ");
+            self.replace(operator.clone(), ", ");
             self.wrap(start, function, end, if function.starts_with('(') { "))" } else { ")" });
         }
         Some((start, end))
@@ -272,7 +272,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     }
 
     fn concatenation(&mut self) -> Option<Extent> {
-        let first = self.place()?;
+        let first = self.range()?;
         let mut part = self.product()?;
         let mut is_text = self.is_text(first, part);
         if !self.peek_operator("~") {
@@ -286,7 +286,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
             if self.operator("~").is_none() {
                 return Some((start, part.1));
             }
-            let first = self.place()?;
+            let first = self.range()?;
             part = self.product()?;
             is_text = self.is_text(first, part);
         }
@@ -304,7 +304,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
                 Some((operator @ ("*" | "%" | "/" | "//"), TokenKind::Operator)) => operator,
                 _ => return Some((start, end)),
             };
-            let range = self.place()?;
+            let range = self.range()?;
             self.skip();
             end = self.power()?.1;
             if operator == "*" || operator == "%" {
@@ -386,7 +386,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     }
 
     fn primary(&mut self) -> Option<Extent> {
-        let range = self.place()?;
+        let range = self.range()?;
         let (text, kind) = self.token(0)?;
         self.skip();
         match (kind, text) {
@@ -394,7 +394,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
             (TokenKind::Text, _) => {
                 self.literal(range.clone());
                 while let Some((_, TokenKind::Text)) = self.token(0) {
-                    self.literal(self.place()?);
+                    self.literal(self.range()?);
                     self.skip();
                 }
             }
@@ -406,9 +406,9 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         Some((range.start, self.end()))
     }
 
-    fn literal(&mut self, place: Range<usize>) {
-        if let Some(resolved) = literals::resolve(&self.source[place.clone()]) {
-            self.edits.instead(place, resolved);
+    fn literal(&mut self, range: Range<usize>) {
+        if let Some(resolved) = literals::resolve(&self.source[range.clone()]) {
+            self.edits.instead(range, resolved);
         }
     }
 
@@ -438,7 +438,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
             } else if self.peek_operator("[") {
                 self.subscript(start)?;
             } else if self.peek_operator("(") {
-                let open = self.place()?.end;
+                let open = self.range()?.end;
                 self.arguments_for(traits.hides())?;
                 let close = self.end() - 1;
                 if traits.packs() && open == close {
@@ -457,7 +457,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
     /// Reads the name after a dot. A method without a call becomes a value.
     fn attribute(&mut self, start: usize, dot: Range<usize>, is_loop: bool) -> Option<()> {
         let (name, kind) = self.token(0)?;
-        let range = self.place()?;
+        let range = self.range()?;
         self.skip();
         if kind == TokenKind::Name && !self.peek_operator("(") && !is_loop && is_method(name) {
             self.replace(dot.start..range.end, &format!(", '{name}')"));

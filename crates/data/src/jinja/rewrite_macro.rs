@@ -23,7 +23,7 @@ use super::tags::{TemplateTag, TokenKind};
 struct MacroParameter<'a> {
     name: &'a str,
     /// The byte range from the `=` to the end of the default.
-    place: Range<usize>,
+    range: Range<usize>,
     default: Option<String>,
     /// True if the default reads names.
     reads: bool,
@@ -37,10 +37,10 @@ pub(super) fn rewrite(
     edits: &mut SourceEdits,
 ) -> Option<()> {
     let name = tag.tokens.get(1)?;
-    let open = tag.tokens.get(2).filter(|token| &source[token.place.clone()] == "(")?.place.end;
-    let close = tag.tokens.last().filter(|token| &source[token.place.clone()] == ")")?.place.start;
+    let open = tag.tokens.get(2).filter(|token| &source[token.range.clone()] == "(")?.range.end;
+    let close = tag.tokens.last().filter(|token| &source[token.range.clone()] == ")")?.range.start;
     let parameters = parameters(source, tag, macros)?;
-    let name = &source[name.place.clone()];
+    let name = &source[name.range.clone()];
     let mut lead = String::new();
     let traits = macros.get(name);
     if traits.packs() {
@@ -62,7 +62,7 @@ pub(super) fn rewrite(
         for parameter in &parameters {
             let name = parameter.name;
             if let Some(default) = parameter.default.as_ref().filter(|_| reads) {
-                edits.instead(parameter.place.clone(), "");
+                edits.instead(parameter.range.clone(), "");
                 lead.push_str(&format!(
                     "{{% if {name} is undefined %}}{{% set {name} = {default} %}}{{% endif %}}"
                 ));
@@ -113,16 +113,16 @@ fn parameters<'a>(
     let mut parameters = Vec::new();
     for (name, default, start) in defaults.into_iter().rev() {
         parameters.push(match default {
-            None => MacroParameter { name, place: 0..0, default: None, reads: false },
-            Some(place) => {
+            None => MacroParameter { name, range: 0..0, default: None, reads: false },
+            Some(range) => {
                 let changes = edits.take_from(marks.pop()?);
                 let reads = tag.tokens.iter().any(|token| {
-                    let text = &source[token.place.clone()];
+                    let text = &source[token.range.clone()];
                     let constant = matches!(text, "none" | "None" | "true" | "True" | "false" | "False");
-                    place.contains(&token.place.start) && token.kind == TokenKind::Name && !constant
+                    range.contains(&token.range.start) && token.kind == TokenKind::Name && !constant
                 });
-                let default = changes.apply(source, place.clone());
-                MacroParameter { name, place: start..place.end, default: Some(default), reads }
+                let default = changes.apply(source, range.clone());
+                MacroParameter { name, range: start..range.end, default: Some(default), reads }
             }
         });
     }

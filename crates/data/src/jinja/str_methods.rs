@@ -223,7 +223,7 @@ fn part<'a>(
         return Ok(None);
     }
     let (first, last) = window(length, start, stop)?;
-    let byte = |place: usize| s.char_indices().nth(place).map_or(s.len(), |(at, _)| at);
+    let byte = |index: usize| s.char_indices().nth(index).map_or(s.len(), |(at, _)| at);
     Ok((first <= last).then(|| (&s[byte(first)..byte(last)], first)))
 }
 
@@ -265,7 +265,7 @@ fn search(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
         at.map(|at| first + s[..at].chars().count())
     });
     match index {
-        Some(place) => Ok(Value::from(place)),
+        Some(index) => Ok(Value::from(index)),
         None if name.ends_with("index") => Err(fault("substring not found")),
         None => Ok(Value::from(-1)),
     }

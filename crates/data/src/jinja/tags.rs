@@ -16,7 +16,7 @@ pub(crate) enum TagKind {
 pub(crate) struct TemplateTag {
     pub(crate) kind: TagKind,
     /// Byte range of the whole tag, with its delimiters and their whitespace control.
-    pub(crate) place: Range<usize>,
+    pub(crate) range: Range<usize>,
     pub(crate) tokens: Vec<TagToken>,
     /// Byte range of the end delimiter.
     pub(crate) close: Range<usize>,
@@ -35,14 +35,14 @@ pub(crate) enum TokenKind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TagToken {
     pub(crate) kind: TokenKind,
-    pub(crate) place: Range<usize>,
+    pub(crate) range: Range<usize>,
 }
 
 impl TemplateTag {
     /// The name in a tag that contains nothing else.
     pub(crate) fn only_name<'a>(&self, source: &'a str) -> Option<&'a str> {
         match &self.tokens[..] {
-            [token] if token.kind == TokenKind::Name => Some(&source[token.place.clone()]),
+            [token] if token.kind == TokenKind::Name => Some(&source[token.range.clone()]),
             _ => None,
         }
     }
@@ -53,7 +53,7 @@ impl TemplateTag {
 pub(crate) fn tags(source: &str) -> Vec<TemplateTag> {
     let mut tags = Vec::new();
     let mut at = 0;
-    while let Some(start) = source[at..].find('{').map(|found| at + found) {
+    while let Some(start) = source[at..].find('{').map(|offset| at + offset) {
         at = match source.as_bytes().get(start + 1) {
             Some(b'#') => match source[start + 2..].find("#}") {
                 Some(end) => start + 2 + end + 2,
@@ -80,7 +80,7 @@ pub(crate) fn tags(source: &str) -> Vec<TemplateTag> {
 }
 
 fn push(tags: &mut Vec<TemplateTag>, tag: TemplateTag) -> usize {
-    let end = tag.place.end;
+    let end = tag.range.end;
     tags.push(tag);
     end
 }
@@ -123,7 +123,7 @@ fn tag(source: &str, start: usize, kind: TagKind) -> Option<TemplateTag> {
         let control = usize::from(rest.starts_with(['-', '+']));
         if depth == 0 && rest[control..].starts_with(end) {
             let close = at..at + control + 2;
-            return Some(TemplateTag { kind, place: start..close.end, tokens, close });
+            return Some(TemplateTag { kind, range: start..close.end, tokens, close });
         }
         let (kind, length) = token(rest)?;
         match &rest[..length] {
@@ -131,7 +131,7 @@ fn tag(source: &str, start: usize, kind: TagKind) -> Option<TemplateTag> {
             ")" | "]" | "}" => depth = depth.checked_sub(1)?,
             _ => {}
         }
-        tokens.push(TagToken { kind, place: at..at + length });
+        tokens.push(TagToken { kind, range: at..at + length });
         at += length;
     }
 }

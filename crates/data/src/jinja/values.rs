@@ -177,18 +177,18 @@ pub(super) fn bind<const N: usize>(
         return Err(fault(why));
     }
     let mut bound = [const { None }; N];
-    for (place, value) in bound.iter_mut().zip(positional) {
-        *place = Some(value.clone());
+    for (argument, value) in bound.iter_mut().zip(positional) {
+        *argument = Some(value.clone());
     }
     for (key, value) in keywords {
         match parameters.iter().position(|parameter| *parameter == key) {
-            Some(place) if bound[place].is_none() => bound[place] = Some(value),
+            Some(index) if bound[index].is_none() => bound[index] = Some(value),
             Some(_) => return Err(fault(format!("{name}() got multiple values for argument '{key}'"))),
             None => return Err(fault(format!("{name}() got an unexpected keyword argument '{key}'"))),
         }
     }
     match bound.iter().take(required).position(Option::is_none) {
-        Some(place) => Err(fault(format!("{name}() is missing the argument '{}'", parameters[place]))),
+        Some(index) => Err(fault(format!("{name}() is missing the argument '{}'", parameters[index]))),
         None => Ok(bound),
     }
 }

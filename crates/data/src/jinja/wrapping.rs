@@ -32,7 +32,7 @@ pub(super) fn wordwrap(args: &[Value]) -> Result<Value, Error> {
         let characters: Vec<char> = line.chars().collect();
         for (index, parts) in wrapper.wrap(&characters).into_iter().enumerate() {
             out.push_str(if index > 0 { wrap } else { "" });
-            out.extend(parts.into_iter().flatten().map(|place| characters[place]));
+            out.extend(parts.into_iter().flatten().map(|index| characters[index]));
             check_text(Some(out.len()))?;
         }
     }
@@ -138,10 +138,10 @@ impl LineWrapper {
     }
 
     fn word_end(&self, text: &[char], at: usize) -> usize {
-        let letter = |place: Option<usize>| {
-            place.and_then(|place| text.get(place)).is_some_and(|c| is_alpha(*c) || *c == '_')
+        let letter = |index: Option<usize>| {
+            index.and_then(|index| text.get(index)).is_some_and(|c| is_alpha(*c) || *c == '_')
         };
-        let hyphen = |place: Option<usize>| place.and_then(|place| text.get(place)) == Some(&'-');
+        let hyphen = |index: Option<usize>| index.and_then(|index| text.get(index)) == Some(&'-');
         for end in at + 1..text.len() {
             if is_blank(text[end]) || self.dash(text, end).is_some() {
                 return end;

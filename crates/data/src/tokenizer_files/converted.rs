@@ -6,8 +6,8 @@ use serde_json::{Map, Value, json};
 
 use super::settings::TokenizerSettings;
 use crate::error::{Error, Result};
-use crate::found_tokenizer::{self, FoundTokenizer};
 use crate::new_tokens::{self, NewToken};
+use crate::parsed_tokenizer::{self, ParsedTokenizer};
 use crate::special_token::SpecialToken;
 use crate::tokenizer_outline::MAX_TOKENIZER_BYTES;
 
@@ -42,7 +42,7 @@ pub(super) struct ConvertedVocabulary {
 
 /// A tokenizer with all its tokens.
 pub(super) struct FinishedTokenizer {
-    pub(super) found: FoundTokenizer,
+    pub(super) parsed: ParsedTokenizer,
     /// The text of its tokenizer.json.
     pub(super) text: String,
     pub(super) settings: TokenizerSettings,
@@ -65,9 +65,9 @@ impl ConvertedVocabulary {
             ));
         }
         let invalid = "its parts make no tokenizer";
-        let mut tokenizer = FoundTokenizer::parse(text.as_bytes(), invalid)?;
+        let mut tokenizer = ParsedTokenizer::parse(text.as_bytes(), invalid)?;
         let lists = settings.lists();
-        let tokens = lists.tokens(&found_tokenizer::added_tokens(&tokenizer.inner))?;
+        let tokens = lists.tokens(&parsed_tokenizer::added_tokens(&tokenizer.inner))?;
         let new = NewToken::add_all(&mut tokenizer.inner, tokens)?;
         let mut parts = new_tokens::in_tokenizer(parts, &new);
         if let Some(ends) = ends {
@@ -79,9 +79,9 @@ impl ConvertedVocabulary {
             parts.insert("post_processor".to_owned(), template(bos.as_ref(), eos.as_ref()));
         }
         let text = text_of(&parts)?;
-        let with_tokens = FoundTokenizer::parse(text.as_bytes(), invalid)?;
+        let with_tokens = ParsedTokenizer::parse(text.as_bytes(), invalid)?;
         NewToken::check_ids(&new, &with_tokens.inner)?;
-        Ok(FinishedTokenizer { found: with_tokens, text, settings })
+        Ok(FinishedTokenizer { parsed: with_tokens, text, settings })
     }
 }
 

@@ -22,9 +22,9 @@ use serde_json::{Map, Value};
 
 use self::converted::{ConvertedVocabulary, FinishedTokenizer, unreadable};
 pub(super) use self::settings::TokenizerSettings;
-use super::found_tokenizer::{self, FoundTokenizer};
 use super::listed_tokens::TokenLists;
 use super::new_tokens::{self, NewToken};
+use super::parsed_tokenizer::{self, ParsedTokenizer};
 use super::tokenizer_outline::MAX_TOKENIZER_BYTES;
 use crate::error::input_file;
 use crate::error::{Error, Result};
@@ -45,7 +45,7 @@ const MAX_MERGES: usize = 1 << 21;
 
 /// The tokenizer of a folder.
 pub(super) struct TokenizerSource {
-    pub(super) found: FoundTokenizer,
+    pub(super) parsed: ParsedTokenizer,
     /// The text of tokenizer.json with all tokens.
     pub(super) text: Vec<u8>,
     /// True if `text` is the contents of that file.
@@ -73,16 +73,16 @@ pub(super) fn read(folder: &Path, model: &Path) -> Result<TokenizerSource> {
         let own = folder.join(CONFIG);
         let model = read_object(&if own.is_file() { own } else { model.join(CONFIG) })?;
         let made = convert(name, &bytes, settings, &model).and_then(ConvertedVocabulary::finish);
-        let FinishedTokenizer { found, text, settings } = made.map_err(|why| unreadable(&path, why))?;
+        let FinishedTokenizer { parsed, text, settings } = made.map_err(|why| unreadable(&path, why))?;
         let text = text.into_bytes();
-        return Ok(TokenizerSource { found, text, in_file: false, converted: true, config, settings });
+        return Ok(TokenizerSource { parsed, text, in_file: false, converted: true, config, settings });
     }
     let text = input_file::read_up_to("read", &path, MAX_TOKENIZER_BYTES)?;
-    let mut tokenizer = FoundTokenizer::read(&text, &path)?;
+    let mut tokenizer = ParsedTokenizer::read(&text, &path)?;
     let completed = complete(&mut tokenizer, &text, &path, &settings.lists())?;
     let in_file = completed.is_none();
     let text = completed.map_or(text, String::into_bytes);
-    Ok(TokenizerSource { found: tokenizer, text, in_file, converted: false, config, settings })
+    Ok(TokenizerSource { parsed: tokenizer, text, in_file, converted: false, config, settings })
 }
 
 /// Converts the vocabulary `bytes` of the file `name`, beside the config.json `model`.
@@ -103,13 +103,13 @@ fn convert(
     }
 }
 
-/// Adds the tokens that the other files list to `found`, read from `own`, the contents of `path`.
+/// Adds the tokens that the other files list to `parsed`, read from `own`, the contents of `path`.
 /// Returns the text of tokenizer.json with them; `None` if it has them all.
 ///
 /// # Errors
 /// Fails with a user error if the lists are too long, or the tokens get other ids in that text.
 fn complete(
-    found: &mut FoundTokenizer,
+    parsed: &mut ParsedTokenizer,
     own: &[u8],
     path: &Path,
     lists: &TokenLists<'_>,
@@ -117,14 +117,14 @@ fn complete(
     let failed = |why: String| {
         Error::user(format!("cannot add the tokens that files beside {} list", path.display())).because(why)
     };
-    let tokens = lists.tokens(&found_tokenizer::added_tokens(&found.inner)).map_err(failed)?;
-    let new = NewToken::add_all(&mut found.inner, tokens).map_err(failed)?;
+    let tokens = lists.tokens(&parsed_tokenizer::added_tokens(&parsed.inner)).map_err(failed)?;
+    let new = NewToken::add_all(&mut parsed.inner, tokens).map_err(failed)?;
     if new.is_empty() {
         return Ok(None);
     }
     let text = file_text(new_tokens::in_tokenizer(parse_object(path, own)?, &new));
-    *found = FoundTokenizer::read(text.as_bytes(), path)?;
-    NewToken::check_ids(&new, &found.inner).map_err(|why| {
+    *parsed = ParsedTokenizer::read(text.as_bytes(), path)?;
+    NewToken::check_ids(&new, &parsed.inner).map_err(|why| {
         failed(why).hint(
             "write the files again with Python: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`",
         )

@@ -90,17 +90,14 @@ pub(super) fn convert(bytes: &[u8], mut settings: TokenizerSettings) -> Result<C
     if count > MAX_TOKENS {
         return Err(format!("it has {count} tokens; accepted: up to {MAX_TOKENS}"));
     }
-    let token = |(place, token): (u32, &RankedBytes)| {
-        if token.rank != place as usize {
-            return Err(format!(
-                "token {place} of its `vocab` has the rank {}; accepted: {place}",
-                token.rank
-            ));
+    let token = |(rank, token): (u32, &RankedBytes)| {
+        if token.rank != rank as usize {
+            return Err(format!("token {rank} of its `vocab` has the rank {}; accepted: {rank}", token.rank));
         }
         let bytes = BASE64_STANDARD.decode(&token.token_bytes);
         bytes
-            .map(|bytes| (bytes, place))
-            .map_err(|error| format!("token {place} of its `vocab` is no base64: {error}"))
+            .map(|bytes| (bytes, rank))
+            .map_err(|error| format!("token {rank} of its `vocab` is no base64: {error}"))
     };
     let tokens: Result<Vec<(Vec<u8>, u32)>, String> = (0..).zip(&file.vocab[..count]).map(token).collect();
     let ranks = ByteRanks::new(tokens?)?;
@@ -120,11 +117,9 @@ fn special_tokens(file: &TekkenFile) -> Result<Vec<String>, String> {
         Some(listed) => {
             let mut listed: Vec<&RankedText> = listed.iter().collect();
             listed.sort_by_key(|token| token.rank);
-            if let Some((place, token)) =
-                listed.iter().enumerate().find(|(place, token)| *place != token.rank)
-            {
+            if let Some((rank, token)) = listed.iter().enumerate().find(|(rank, token)| *rank != token.rank) {
                 return Err(format!(
-                    "its special token {:?} has the rank {}; accepted: all ranks from 0 on, each once (expected {place})",
+                    "its special token {:?} has the rank {}; accepted: all ranks from 0 on, each once (expected {rank})",
                     token.token_str, token.rank
                 ));
             }

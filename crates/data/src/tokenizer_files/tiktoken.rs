@@ -142,8 +142,8 @@ fn llama3_special(model: &Map<String, Value>) -> Vec<String> {
         (9, "<|eot_id|>"),
     ];
     let mut reserved = 0..;
-    let text = |place: usize| {
-        let name = shared.iter().chain(named).find(|(known, _)| *known == place);
+    let text = |id: usize| {
+        let name = shared.iter().chain(named).find(|(known, _)| *known == id);
         name.map_or_else(
             || format!("<|reserved_special_token_{}|>", reserved.next().unwrap_or_default()),
             |(_, name)| (*name).to_owned(),

@@ -45,8 +45,8 @@ pub(super) fn commit(
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
     folder.sync()?;
-    let path = folder.place().to_owned();
-    let before = make_room(&path, state)?;
+    let path = folder.target().to_owned();
+    let before = move_aside(&path, state)?;
     if let Err(error) = folder.rename() {
         // Gives the earlier checkpoint its name back. If that fails, the next run does it.
         if let Some(Before::Replaced(old)) = before {
@@ -73,21 +73,21 @@ enum Before {
     Kept(PathBuf),
 }
 
-/// Renames the folder at `place`, so that the checkpoint of `state` can take its name. An earlier
+/// Renames the folder at `target`, so that the checkpoint of `state` can take its name. An earlier
 /// save of the same run and step is renamed for removal; anything else is kept under another name.
-fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
-    if !is_there(place)? {
+fn move_aside(target: &Path, state: &TrainingState) -> Result<Option<Before>> {
+    if !is_there(target)? {
         return Ok(None);
     }
     let move_to = |to: PathBuf| {
-        std::fs::rename(place, &to).map_err(|e| Error::io("move", place, &e))?;
+        std::fs::rename(target, &to).map_err(|e| Error::io("move", target, &e))?;
         Ok(to)
     };
-    if SavedCheckpoint::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
-        let away = with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()));
+    if SavedCheckpoint::open(target).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
+        let away = with_suffix(target, &format!(".tmp-{}{REPLACED}", std::process::id()));
         return move_to(away).map(|old| Some(Before::Replaced(old)));
     }
-    let aside = free_name(|number| with_suffix(place, &format!(".aside-{number}")))?;
+    let aside = free_name(|number| with_suffix(target, &format!(".aside-{number}")))?;
     move_to(aside).map(|aside| Some(Before::Kept(aside)))
 }
 
@@ -197,7 +197,7 @@ fn stays(folder: &Path, error: &std::io::Error) -> String {
 /// message for each folder that could not be removed.
 pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
     let folders = match unfinished(output) {
-        Ok(found) => found,
+        Ok(folders) => folders,
         Err(error) => return vec![error.in_one_line()],
     };
     let gone = folders.into_iter().filter(|(_, pid, _)| is_gone(*pid));
@@ -230,7 +230,7 @@ fn unfinished(output: &Path) -> Result<Vec<(u64, u32, PathBuf)>> {
     let named =
         names.iter().filter_map(|name| temporary_of(name).map(|(step, pid)| (step, pid, output.join(name))));
     // A link is not a folder of this program.
-    Ok(named.filter(|(_, _, path)| path.symlink_metadata().is_ok_and(|found| found.is_dir())).collect())
+    Ok(named.filter(|(_, _, path)| path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir())).collect())
 }
 
 /// Returns whether the process `pid`, which worked in a folder that this process has locked, has

@@ -193,7 +193,7 @@ fn left_on_another_host(folder: &Path, path: &Path, holder: &Holder) -> Error {
 mod tests {
     use super::*;
 
-    fn place() -> (tempfile::TempDir, PathBuf) {
+    fn folder_and_lock() -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join(".finetune/lock");
         (folder, path)
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn names_its_holder_and_is_free_after_it() {
-        let (folder, path) = place();
+        let (folder, path) = folder_and_lock();
         let held = FolderLock::take(folder.path(), &path).expect("free");
         let error = FolderLock::take(folder.path(), &path).expect_err("held").to_string();
         let named = format!("in use by process {} on host {}, since ", std::process::id(), process::host());
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_record_of_another_host_is_believed_and_one_of_this_host_is_not() {
-        let (folder, path) = place();
+        let (folder, path) = folder_and_lock();
         std::fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
         let holder = |host: &str, boot: Option<&str>| Holder {
             host: host.into(),
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_lock_file_that_goes_away_is_made_anew() {
-        let (folder, path) = place();
+        let (folder, path) = folder_and_lock();
         let held = FolderLock::take(folder.path(), &path).expect("free");
         held.remove();
         let again = FolderLock::take(folder.path(), &path).expect("another file");

@@ -106,7 +106,7 @@ fn write(path: &Path, files: Files) -> Result<()> {
 pub(super) fn is_there(folder: &Path) -> Result<bool> {
     let path = folder.join(FILE);
     match path.metadata() {
-        Ok(found) => Ok(found.is_file()),
+        Ok(metadata) => Ok(metadata.is_file()),
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(false),
         Err(error) => Err(Error::io("look at", &path, &error)),
     }
@@ -181,7 +181,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
 /// Refuses anything but a plain file at `path`; the error names its kind and a remedy. Opens
 /// nothing: a link may lead anywhere, and opening a pipe blocks.
 fn plain(path: &Path) -> Result<(), &'static str> {
-    match path.symlink_metadata().map(|found| found.file_type()) {
+    match path.symlink_metadata().map(|metadata| metadata.file_type()) {
         Ok(kind) if kind.is_symlink() => Err("a link: put the file itself in its place"),
         Ok(kind) if kind.is_dir() => Err("a folder: put the file itself in its place"),
         Ok(kind) if !kind.is_file() => Err("a pipe or a device: put the file itself in its place"),

@@ -209,7 +209,7 @@ impl SavedCheckpoint {
 }
 
 /// Returns the path of the checkpoint of step `step` in `output`.
-pub fn place(output: &Path, step: u64) -> PathBuf {
+pub fn path_of(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}"))
 }
 
@@ -235,7 +235,7 @@ pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
 /// The same as for [`newest`].
 pub fn newest_in(output: &Path, steps: Range<u64>) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
-    for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| steps.contains(found)) {
+    for (_, folder) in list(output)?.into_iter().rev().filter(|(step, _)| steps.contains(step)) {
         match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() != ErrorCategory::User => return Err(error),
@@ -257,7 +257,7 @@ fn number<N: std::str::FromStr + ToString>(text: &str) -> Option<N> {
 /// # Errors
 /// Storage: `output` cannot be read.
 pub fn has_any(output: &Path) -> Result<bool> {
-    count(output).map(|found| found > 0)
+    count(output).map(|count| count > 0)
 }
 
 /// Returns the number of checkpoints in `output`, sound or not.

@@ -98,7 +98,7 @@ impl TrainingState {
         let (then, now) = (&self.fingerprint, &later.fingerprint);
         differences(then, now)
             .iter()
-            .all(|found| goes_on(found.key, then, now) || CHANGES_ON_REQUEST.contains(&found.key))
+            .all(|change| goes_on(change.key, then, now) || CHANGES_ON_REQUEST.contains(&change.key))
     }
 }
 
@@ -113,19 +113,19 @@ impl SavedCheckpoint {
         let is_allowed = |key: &str| allowed.iter().any(|allowed| allowed == key);
         let (changes, refused): (Vec<_>, Vec<_>) = differences(then, current)
             .into_iter()
-            .partition(|found| goes_on(found.key, then, current) || is_allowed(found.key));
+            .partition(|change| goes_on(change.key, then, current) || is_allowed(change.key));
         if refused.is_empty() {
             return Ok(changes.iter().map(RunDifference::in_words).collect());
         }
         let error = Error::user(format!("cannot resume {}", self.folder.display()));
         let mut error = refused.iter().map(RunDifference::in_words).fold(error, Error::because);
-        if let (Some(rows), true) = (rows(then), refused.iter().any(|found| found.key == MICRO_BATCH)) {
+        if let (Some(rows), true) = (rows(then), refused.iter().any(|change| change.key == MICRO_BATCH)) {
             error = error.because(format!(
                 "a step has {rows} rows; accepted: micro-batches that add up to {rows} rows over all ranks"
             ));
         }
         let (on_request, others): (Vec<&str>, Vec<&str>) =
-            refused.iter().map(|found| found.key).partition(|key| CHANGES_ON_REQUEST.contains(key));
+            refused.iter().map(|change| change.key).partition(|key| CHANGES_ON_REQUEST.contains(key));
         let flags: Vec<String> = on_request.iter().map(|key| format!("`--allow-change {key}`")).collect();
         let anew =
             "resume with the recipe, model and data of the first run, or start anew with another --output";
@@ -166,7 +166,7 @@ mod tests {
 
     fn may(changes: &[(&str, &str)]) -> bool {
         let (then, now) = (fingerprint(&[]), fingerprint(changes));
-        differences(&then, &now).iter().all(|found| goes_on(found.key, &then, &now))
+        differences(&then, &now).iter().all(|change| goes_on(change.key, &then, &now))
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl RunFolder {
             Err(error) => return Err(error),
         }
         *locked(&self.record) = Some(record);
-        let folder = self.publish(&[])?.map_or_else(|| self.output.clone(), |(place, _)| place);
+        let folder = self.publish(&[])?.map_or_else(|| self.output.clone(), |(target, _)| target);
         self.notes.push(format!(
             "the run had written its whole result when its process ended: published in {}",
             folder.display()

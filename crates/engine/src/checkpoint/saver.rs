@@ -122,7 +122,7 @@ impl<'a> Saver<'a> {
     /// Removes old checkpoints that the save of `state` left behind, if `state` is the newest
     /// checkpoint: its run may have been killed before it removed them.
     pub fn catch_up(&mut self, state: &TrainingState) {
-        let newest = super::list(&self.options.output).ok().and_then(|found| Some(found.last()?.0));
+        let newest = super::list(&self.options.output).ok().and_then(|folders| Some(folders.last()?.0));
         if newest != Some(state.step) {
             return;
         }
@@ -136,8 +136,8 @@ impl<'a> Saver<'a> {
         std::mem::take(&mut self.notes)
     }
 
-    fn add_warnings(&mut self, found: Vec<String>) {
-        let new = found.into_iter().filter(|text| self.noted.insert(text.clone()));
+    fn add_warnings(&mut self, warnings: Vec<String>) {
+        let new = warnings.into_iter().filter(|text| self.noted.insert(text.clone()));
         self.notes.extend(new);
     }
 
@@ -168,7 +168,7 @@ impl<'a> Saver<'a> {
         // Before the folder: if the system refuses a thread, no rank has begun to write.
         let thread = self.writers.start()?;
         let options = self.options.clone();
-        let target = super::place(&options.output, step);
+        let target = super::path_of(&options.output, step);
         let begin = || {
             // The run's own folder, if any: the space check creates a file for a moment.
             let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());

@@ -150,8 +150,8 @@ impl Comparison {
         if let Some(base) = base.first() {
             let effects = pairs.zip(base.par_chunks_exact(vocab));
             let effects: Vec<[f64; 2]> = effects.map(|((p, q), base)| effects_over(base, p, q)).collect();
-            for [kept, all] in effects {
-                self.effect_kept += kept;
+            for [survived, all] in effects {
+                self.effect_kept += survived;
                 self.effect += all;
             }
         }

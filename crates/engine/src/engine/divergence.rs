@@ -15,7 +15,7 @@ use crate::runtime::copy::to_host_vec;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct BadValue {
     /// Its location, with the rank if the run has several: `the weight lm_head.weight on rank 1`.
-    pub(crate) place: String,
+    pub(crate) location: String,
     /// The kind of tensor that holds it.
     pub(crate) holder: BadValueHolder,
 }
@@ -58,7 +58,7 @@ impl Engine {
     pub(crate) fn first_non_finite(&self, batches: &[Batch]) -> Result<BadValue> {
         let held = |check, holder| -> Result<Option<BadValue>> {
             let description = self.store.first_found(self.store.first_non_finite(check)?)?;
-            Ok(description.map(|place| BadValue { place, holder }))
+            Ok(description.map(|location| BadValue { location, holder }))
         };
         if let Some(bad) = held(FiniteCheck::FrozenWeights, BadValueHolder::FrozenWeight)? {
             return Ok(bad);
@@ -70,12 +70,12 @@ impl Engine {
             let output = self.first_non_finite_output(batch)?;
             let bad_output = output.map(|output| format!("the output of {output} on micro-batch {}", i + 1));
             if let Some(description) = self.store.first_found(bad_output)? {
-                return Ok(BadValue { place: description, holder: BadValueHolder::Output(i) });
+                return Ok(BadValue { location: description, holder: BadValueHolder::Output(i) });
             }
         }
         let bad = held(FiniteCheck::Gradients, BadValueHolder::Gradient)?;
         let description = "no weight, recomputed output or gradient".to_owned();
-        Ok(bad.unwrap_or(BadValue { place: description, holder: BadValueHolder::Nothing }))
+        Ok(bad.unwrap_or(BadValue { location: description, holder: BadValueHolder::Nothing }))
     }
 
     /// Returns the first layer, or the head, whose output for `batch` is not finite on this rank.
@@ -89,7 +89,8 @@ impl Engine {
             }
             Ok(())
         })?;
-        let scores = self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On, None)?;
+        let scores =
+            self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On, None)?;
         let head = scores.iter().any(|score| !score.loss.is_finite());
         Ok(layer_name.or(head.then(|| "lm_head".to_owned())))
     }
@@ -102,7 +103,7 @@ impl Engine {
         self.store.mesh().world().enter(Phase::Evaluate)?;
         let bad = self.store.ranks_that(!own_loss.is_finite())?;
         let bad_value = self.first_non_finite(&step.micro_batches)?;
-        let mut description = bad_value.place;
+        let mut description = bad_value.location;
         let mesh = self.store.mesh();
         let ranks = mesh.world().size();
         if let BadValueHolder::Output(i) = bad_value.holder

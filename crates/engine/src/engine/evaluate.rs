@@ -77,7 +77,7 @@ impl Engine {
         let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
         let data_rank = self.store.mesh().data_rank_of(rank);
         let (before, batch) = (done + rows(&round[..data_rank]), &round[data_rank..=data_rank]);
-        let location = self.first_non_finite(batch)?.place;
+        let location = self.first_non_finite(batch)?.location;
         let on_rank = if self.store.mesh().world().size() > 1 {
             format!(", which rank {rank} evaluated,")
         } else {

@@ -14,6 +14,7 @@
 mod best_weights;
 mod compare;
 mod divergence;
+mod embedding_noise;
 mod evaluate;
 mod generate;
 mod nan_policy;
@@ -31,6 +32,7 @@ mod utilization;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
+pub use embedding_noise::EmbeddingNoise;
 pub use nan_policy::NanPolicy;
 pub use reference::{Reference, ReferenceLogProbs};
 pub use sampling::{NextToken, SamplingOptions, TokenSampler};
@@ -85,6 +87,8 @@ pub struct MicroStep<'a> {
     pub recompute: Recompute,
     /// Keys of dropout; `None` disables dropout.
     pub dropout: Option<DropoutContext>,
+    /// Noise on the embeddings; `None` for none.
+    pub noise: Option<EmbeddingNoise>,
     /// The loss that balances the load of experts; `None` without it.
     pub balance: Option<&'a ExpertBalance>,
     /// True for the rank's last micro-batch of a step: reductions that wait for it start.

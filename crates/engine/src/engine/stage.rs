@@ -122,7 +122,9 @@ impl Engine {
         world.enter(Phase::Forward)?;
         let (mut x, mut carried) = if stage.has_embedding {
             let _span = span(|| segment("forward", "embedding", 0));
-            store.embed()?.forward(config, &batch.ids, context.adapter)?
+            let (x, carried) = store.embed()?.forward(config, &batch.ids, context.adapter)?;
+            let noisy = step.noise.map(|noise| noise.added(&x, batch)).transpose()?;
+            (noisy.unwrap_or(x), carried)
         } else {
             let missing = || Error::internal("a stage without embedding got no hidden states");
             input.map(|input| (input.hidden, input.carried)).ok_or_else(missing)?
@@ -242,11 +244,11 @@ impl Engine {
     fn saved(
         &self,
         (layer, step): (usize, MicroStep<'_>),
-        kept: Checkpointed,
+        checkpointed: Checkpointed,
         weights: &BlockWeights,
         (context, carried): (&BlockContext<'_>, &Carried),
     ) -> Result<Box<BlockSaved>> {
-        match kept {
+        match checkpointed {
             Checkpointed::Saved(saved) => Ok(saved),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));

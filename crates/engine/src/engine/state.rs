@@ -100,10 +100,10 @@ impl Trainer {
     /// bucket.
     fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&[StateValues], &Range<usize>)> {
         // Slices are in the order of buckets.
-        let run = self.slices.partition_point(|place| place.bucket < bucket)
-            ..self.slices.partition_point(|place| place.bucket <= bucket);
+        let run = self.slices.partition_point(|slice| slice.bucket < bucket)
+            ..self.slices.partition_point(|slice| slice.bucket <= bucket);
         let groups = self.optimizer.states()[run.clone()].iter().zip(&self.slices[run]);
-        groups.map(|(state, place)| (state.as_slice(), &place.range))
+        groups.map(|(state, slice)| (state.as_slice(), &slice.range))
     }
 
     /// Returns state tensor `position` of an entry, in a bucket that this rank updates as a whole.

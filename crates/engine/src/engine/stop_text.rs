@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn an_answer_ends_before_a_stop_text_however_it_is_cut() {
-        for (stops, text, wanted, found) in [
+        for (stops, text, wanted, is_stopped) in [
             (&[][..], "all of it", "all of it", false),
             (&["of"], "all of it", "all ", true),
             (&["\n\n"], "one\n\ntwo", "one", true),
@@ -76,12 +76,12 @@ mod tests {
         ] {
             let characters: Vec<String> = text.chars().map(String::from).collect();
             let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
-            assert_eq!(answer(stops, &characters), (wanted.to_owned(), found), "{stops:?} in {text:?}");
+            assert_eq!(answer(stops, &characters), (wanted.to_owned(), is_stopped), "{stops:?} in {text:?}");
             for (middle, _) in text.char_indices() {
                 let (first, rest) = text.split_at(middle);
                 assert_eq!(
                     answer(stops, &[first, rest]),
-                    (wanted.to_owned(), found),
+                    (wanted.to_owned(), is_stopped),
                     "{stops:?} in {text:?}"
                 );
             }

@@ -259,6 +259,7 @@ impl TrainLoop<'_> {
         let notes = self.saver.take_notes();
         self.warn(notes);
         self.warn(PanelAhead::warning().map(str::to_owned));
+        self.warn(self.trainer.graph_warning().map(str::to_owned));
     }
 
     /// Does the work before the first step: an evaluation and a rehearsal of the longest

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 
 use super::divergence::DivergedStep;
 use super::reference::{DataUse, Reference};
-use super::{Engine, MicroStep, Stage};
+use super::{EmbeddingNoise, Engine, MicroStep, Stage};
 use crate::collective::Phase;
 use crate::data::batch::local_micro_batches;
 use crate::data::{Batch, Step};
@@ -39,7 +39,9 @@ pub struct TrainerOptions {
     pub max_grad_norm: Option<f64>,
     /// The coefficient of the loss that balances the load of experts; 0 without it.
     pub router_aux_loss: f64,
-    /// The seed of dropout and of stochastic rounding.
+    /// The factor of the noise on embeddings (NEFTune); 0 without it.
+    pub neftune_alpha: f64,
+    /// The seed of dropout, of noise and of stochastic rounding.
     pub seed: u64,
     /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
@@ -139,6 +141,11 @@ impl Trainer {
         self.optimizer.most_staged()
     }
 
+    /// Returns a warning once after the GPU had no memory for a block's graph.
+    pub(crate) fn graph_warning(&self) -> Option<&'static str> {
+        self.graphs.as_ref()?.warning()
+    }
+
     /// Runs one step: gradients of all micro-batches, clipping, one update. Steps count from 1.
     /// `step` is the whole step on every rank, and each rank computes its share of the
     /// micro-batches.
@@ -176,6 +183,7 @@ impl Trainer {
             reference: reference.as_deref(),
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: 0 }),
+            noise: self.noise(0),
             balance: None,
             last: true,
             graphs: self.graphs.as_ref(),
@@ -202,6 +210,11 @@ impl Trainer {
         };
         let reference = |batch: &Batch| self.reference_of(batch, DataUse::Evaluation);
         self.engine.evaluate(&*self.objective, (&parts, totals), reference, |_| ())
+    }
+
+    /// Returns the noise on embeddings in step `number`.
+    fn noise(&self, number: u64) -> Option<EmbeddingNoise> {
+        EmbeddingNoise::of_step(self.options.neftune_alpha, self.options.seed, number)
     }
 
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
@@ -264,6 +277,7 @@ impl Trainer {
     /// metrics.
     fn gradients(&self, step: &Step, number: u64, totals: StepTotals) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
+        let noise = self.noise(number);
         let mesh = self.engine.store.mesh();
         let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
         let totals = self.with_drift(totals, &turns, DataUse::Training)?;
@@ -276,6 +290,7 @@ impl Trainer {
             reference: None,
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: batch.first_token }),
+            noise,
             balance: None,
             last: turn + 1 == turns.len(),
             graphs: self.graphs.as_ref(),

@@ -33,9 +33,7 @@ impl Cpo {
         match self.loss {
             LossType::Hinge => (-(difference * beta) + 1.0).at_least_zero(),
             LossType::Ipo => (difference - 0.5 / beta).square(),
-            LossType::Simpo => {
-                smoothed(difference * beta - self.keys.simpo_gamma, [1.0 - epsilon, epsilon])
-            }
+            LossType::Simpo => smoothed(difference * beta - self.keys.simpo_gamma, [1.0 - epsilon, epsilon]),
             // The recipe accepts no other loss for this objective.
             _ => smoothed(difference * beta, [1.0 - epsilon, epsilon]),
         }

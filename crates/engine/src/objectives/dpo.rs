@@ -1,10 +1,10 @@
 //! Direct preference optimization (arXiv:2305.18290) with all losses of TRL 1.16.
 
+use super::StepTotals;
 use super::dpo_loss::{LogRatios, pair_loss};
 use super::dual::Dual;
 use super::log_probs::{LogProbLoss, LogProbOutput, Scored, sample_sums};
 use super::pairs::{Pair, RewardMetrics, chosen_accuracy, num_targets, pairs};
-use super::StepTotals;
 use crate::data::{Batch, IGNORE};
 use crate::error::Result;
 use crate::recipe::ObjectiveSection;
@@ -85,8 +85,7 @@ struct Ranked {
 }
 
 fn sorted(values: impl Iterator<Item = f64>) -> Vec<Ranked> {
-    let mut ranked: Vec<Ranked> =
-        values.enumerate().map(|(index, value)| Ranked { value, index }).collect();
+    let mut ranked: Vec<Ranked> = values.enumerate().map(|(index, value)| Ranked { value, index }).collect();
     ranked.sort_by(|a, b| a.value.total_cmp(&b.value));
     ranked
 }
@@ -168,9 +167,17 @@ impl Dpo {
         let (batch, pairs) = (scored.batch, pairs(scored.batch)?);
         let policy = sample_sums(batch, &scored.log_probs, weights);
         let reference = scored.reference.unwrap_or_default();
-        let of_sides = |values: &[f64]| pairs.iter().map(|pair| pair.sides.map(|side| values[side])).collect();
-        let tokens = pairs.iter().map(|pair| pair.sides.map(|side| scored.answer(&batch.samples[side]).count() as f64));
-        Ok(Pairs { policy: of_sides(&policy), reference: of_sides(reference), tokens: tokens.collect(), pairs })
+        let of_sides =
+            |values: &[f64]| pairs.iter().map(|pair| pair.sides.map(|side| values[side])).collect();
+        let tokens = pairs
+            .iter()
+            .map(|pair| pair.sides.map(|side| scored.answer(&batch.samples[side]).count() as f64));
+        Ok(Pairs {
+            policy: of_sides(&policy),
+            reference: of_sides(reference),
+            tokens: tokens.collect(),
+            pairs,
+        })
     }
 
     /// Returns the factor of each pair's losses: with `use_weighting` the product of the geometric
@@ -181,7 +188,8 @@ impl Dpo {
         let mean = |pair: &Pair, side: usize, tokens: &[f64; 2]| {
             scored.sum_of(&scored.batch.samples[pair.sides[side]], alignments) / tokens[side].max(1.0)
         };
-        let factor = |(pair, tokens): (&Pair, &[f64; 2])| (mean(pair, 0, tokens) + mean(pair, 1, tokens)).exp();
+        let factor =
+            |(pair, tokens): (&Pair, &[f64; 2])| (mean(pair, 0, tokens) + mean(pair, 1, tokens)).exp();
         pairs.pairs.iter().zip(&pairs.tokens).map(factor).collect()
     }
 }

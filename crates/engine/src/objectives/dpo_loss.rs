@@ -43,9 +43,7 @@ pub(super) fn pair_loss(keys: &ObjectiveSection, loss: LossType, pair: LogRatios
         }
         LossType::BcoPair => -(c * beta).log_sigmoid() - (-j * beta).log_sigmoid(),
         LossType::SppoHard => (c - 0.5 / beta).square() + (j + 0.5 / beta).square(),
-        LossType::Aot | LossType::AotUnpaired => {
-            smoothed((c - j) * beta, [1.0 - epsilon, epsilon])
-        }
+        LossType::Aot | LossType::AotUnpaired => smoothed((c - j) * beta, [1.0 - epsilon, epsilon]),
         LossType::ApoZero => -(c * beta).sigmoid() + 1.0 + (j * beta).sigmoid(),
         LossType::ApoDown => (c * beta).sigmoid() - ((c - j) * beta).sigmoid() + 1.0,
         LossType::Discopop => {

@@ -86,8 +86,7 @@ impl Sub for Dual {
 impl Mul for Dual {
     type Output = Dual;
     fn mul(self, other: Dual) -> Dual {
-        self.chain(self.value * other.value, other.value)
-            + other.chain(0.0, self.value)
+        self.chain(self.value * other.value, other.value) + other.chain(0.0, self.value)
     }
 }
 
@@ -155,9 +154,13 @@ pub(super) mod tests {
                 slopes_are_right("sigmoid", [x, y], |[x, y]| (x - y).sigmoid() + y.sigmoid());
                 slopes_are_right("log-sigmoid", [x, y], |[x, y]| x.log_sigmoid() * 0.5 - y.log_sigmoid());
                 slopes_are_right("square", [x, y], |[x, y]| (x * y / 100.0).square() + 3.0);
-                slopes_are_right("bounds", [x, y], |[x, y]| (x - y).at_least_zero() + (x - 1.0).at_most(-2.0));
+                slopes_are_right("bounds", [x, y], |[x, y]| {
+                    (x - y).at_least_zero() + (x - 1.0).at_most(-2.0)
+                });
             }
-            slopes_are_right("log(1 − e^x)", [x, -1.0], |[x, y]| x.log_one_minus_exp() + y.log_one_minus_exp());
+            slopes_are_right("log(1 − e^x)", [x, -1.0], |[x, y]| {
+                x.log_one_minus_exp() + y.log_one_minus_exp()
+            });
             slopes_are_right("exp", [x, 1.0], |[x, y]| x.exp() * y.exp());
         }
     }

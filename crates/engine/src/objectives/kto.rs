@@ -113,7 +113,9 @@ mod tests {
         let kto = Kto { keys };
         for ratio in [-4.0, 0.0, 2.5] {
             for is_good in [true, false] {
-                slopes_are_right("kto", [ratio, 0.0], |[ratio, _]| kto.answer_loss(ratio.value, is_good, 0.8));
+                slopes_are_right("kto", [ratio, 0.0], |[ratio, _]| {
+                    kto.answer_loss(ratio.value, is_good, 0.8)
+                });
             }
         }
         // Equal to the drift, an answer is worth half of its weight.

@@ -101,7 +101,8 @@ impl<'a> Scored<'a> {
         let scores = head.score(config, hidden, targets, AdapterSwitch::On, dropout)?;
         let alignments = if loss.needs_alignments() {
             let squares = head.log_square_sums(config, hidden, targets, dropout)?;
-            let aligned = scores.iter().zip(squares).map(|(score, sum)| -f64::from(score.loss) - f64::from(sum));
+            let aligned =
+                scores.iter().zip(squares).map(|(score, sum)| -f64::from(score.loss) - f64::from(sum));
             Some(at_targets(targets, aligned, 0.0))
         } else {
             None

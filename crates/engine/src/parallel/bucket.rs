@@ -200,10 +200,10 @@ impl Bucket {
     }
 
     /// Returns the bytes that the values of a bucket of `descs` occupy in a file.
-    pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
+    pub(super) fn file_bytes(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
         let (_, len) = layout(descs.to_vec(), bucket_options)?;
         let elements = bucket_options.part(bucket_options.spec.values, len).len();
-        Ok(MappedFile::room(elements, bucket_options.dtype))
+        Ok(MappedFile::file_bytes(elements, bucket_options.dtype))
     }
 
     /// Returns all values if they are ready for compute, or `None` if they are sharded or
@@ -361,16 +361,16 @@ fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<(
     Ok((entries, start.next_multiple_of(bucket_options.unit(ALIGN))))
 }
 
-/// Fills the run `kept`, which this rank keeps, with the values of `entries`.
+/// Fills the run `own_range`, which this rank keeps, with the values of `entries`.
 fn filled<T: PlainElement>(
     entries: &[BucketEntry],
-    kept: &Range<usize>,
+    own_range: &Range<usize>,
     bucket_options: &BucketOptions<'_>,
     fill: &mut FillParam<'_>,
     wrap: fn(&mut [T]) -> LoadTarget<'_>,
 ) -> Result<ParamStorage> {
-    let mut filling = BucketBuilder::new(kept.clone(), bucket_options.values)?;
-    for entry in entries.iter().filter(|entry| bucket_options.wants(&entry.range(), kept)) {
+    let mut filling = BucketBuilder::new(own_range.clone(), bucket_options.values)?;
+    for entry in entries.iter().filter(|entry| bucket_options.wants(&entry.range(), own_range)) {
         filling.fill(entry.range(), |values| fill(&entry.desc, &entry.local, wrap(values)))?;
     }
     filling.finish()

@@ -42,7 +42,7 @@ pub struct GradReduceOptions {
     pub dtype: DType,
     /// The dtype of kept block gradients if the optimizer updates bf16 weights without f32 masters.
     /// bf16 requires a step of one micro-batch on each rank. All other gradients are f32.
-    pub kept: DType,
+    pub block_dtype: DType,
 }
 
 /// The buffers for gradients that backward does not add to the kept ones directly.
@@ -406,13 +406,13 @@ fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 
-/// Computes `kept += grad_buffers` on the device of `kept`, which is that of the gradients or the
+/// Computes `sums += grad_buffers` on the device of `sums`, which is that of the gradients or the
 /// host.
-fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
-    if kept.device().same_device(grad_buffers.device()) {
-        return add_into(kept, grad_buffers);
+fn add_from_anywhere(sums: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
+    if sums.device().same_device(grad_buffers.device()) {
+        return add_into(sums, grad_buffers);
     }
-    for_each_run(grad_buffers, |start, run| add_into(&kept.narrow(0, start, run.elem_count())?, run))
+    for_each_run(grad_buffers, |start, run| add_into(&sums.narrow(0, start, run.elem_count())?, run))
 }
 
 #[cfg(all(test, debug_assertions))]

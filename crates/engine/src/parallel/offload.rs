@@ -114,7 +114,7 @@ impl StorageTarget<'_> {
 /// A rank's part of a flat buffer during loading, one tensor after another.
 pub(super) struct BucketBuilder<T> {
     /// The range of the whole that this rank keeps.
-    kept: Range<usize>,
+    own_range: Range<usize>,
     to: BuilderTarget<T>,
 }
 
@@ -124,13 +124,14 @@ enum BuilderTarget<T> {
 }
 
 impl<T: PlainElement> BucketBuilder<T> {
-    /// Allocates zeros for `kept`; for a file target in the file, so that memory never holds them.
-    pub(super) fn new(kept: Range<usize>, place: StorageTarget<'_>) -> Result<Self> {
-        let to = match place {
-            StorageTarget::File(file) => BuilderTarget::File(file.run(kept.len(), T::DTYPE)?),
-            _ => BuilderTarget::Memory(T::zeros(kept.len())),
+    /// Allocates zeros for `own_range`; for a file target in the file, so that memory never holds
+    /// them.
+    pub(super) fn new(own_range: Range<usize>, target: StorageTarget<'_>) -> Result<Self> {
+        let to = match target {
+            StorageTarget::File(file) => BuilderTarget::File(file.run(own_range.len(), T::DTYPE)?),
+            _ => BuilderTarget::Memory(T::zeros(own_range.len())),
         };
-        Ok(BucketBuilder { kept, to })
+        Ok(BucketBuilder { own_range, to })
     }
 
     /// Fills the elements `range` of the whole by `write`, and keeps those in this rank's range.
@@ -139,7 +140,7 @@ impl<T: PlainElement> BucketBuilder<T> {
         range: Range<usize>,
         write: impl FnOnce(&mut [T]) -> Result<()>,
     ) -> Result<()> {
-        let (start, end) = (range.start.max(self.kept.start), range.end.min(self.kept.end));
+        let (start, end) = (range.start.max(self.own_range.start), range.end.min(self.own_range.end));
         if (start..end) == range {
             return self.at(start, end, write)?;
         }
@@ -155,10 +156,10 @@ impl<T: PlainElement> BucketBuilder<T> {
     /// all are kept and in memory.
     pub(super) fn in_place(&mut self, runs: impl Iterator<Item = Range<usize>>) -> Option<Vec<&mut [T]>> {
         let BuilderTarget::Memory(values) = &mut self.to else { return None };
-        let (mut rest, mut at) = (&mut values[..], self.kept.start);
+        let (mut rest, mut at) = (&mut values[..], self.own_range.start);
         let mut pieces = Vec::new();
         for run in runs {
-            if run.start < at || run.end > self.kept.end {
+            if run.start < at || run.end > self.own_range.end {
                 return None;
             }
             let (_, from) = std::mem::take(&mut rest).split_at_mut(run.start - at);
@@ -171,7 +172,7 @@ impl<T: PlainElement> BucketBuilder<T> {
 
     /// Gives `write` the elements `start..end` of the whole, which this rank keeps.
     fn at<R>(&mut self, start: usize, end: usize, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
-        let (start, end) = (start - self.kept.start, end - self.kept.start);
+        let (start, end) = (start - self.own_range.start, end - self.own_range.start);
         match &mut self.to {
             BuilderTarget::Memory(values) => Ok(write(&mut values[start..end])),
             BuilderTarget::File(run) => run.narrow(start, end - start)?.write(write),
@@ -180,7 +181,7 @@ impl<T: PlainElement> BucketBuilder<T> {
 
     /// Returns the filled values, on the host or in the file.
     pub(super) fn finish(self) -> Result<ParamStorage> {
-        let len = self.kept.len();
+        let len = self.own_range.len();
         Ok(match self.to {
             BuilderTarget::Memory(values) => Tensor::from_vec(values, len, &Device::Cpu)?.into(),
             BuilderTarget::File(run) => ParamStorage::File(run),

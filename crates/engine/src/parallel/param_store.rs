@@ -490,20 +490,20 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
         offload: &options.offload,
         fill_all: options.fill_all,
         master: options.master,
-        kept_gradients: options.reducing.kept,
+        kept_gradients: options.reducing.block_dtype,
     };
-    let (mut room, mut on_device) = (0, 0);
+    let (mut file_bytes, mut on_device) = (0, 0);
     for (BucketKey { kind: group, .. }, descs) in &by_group {
         let bytes = match group {
-            BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
-            _ => Bucket::room(descs, &bucket_options(*group, descs))?,
+            BucketKind::Quantized => QuantizedBucket::file_bytes(descs, &bucket_options(*group, descs))?,
+            _ => Bucket::file_bytes(descs, &bucket_options(*group, descs))?,
         };
         let away = options.offload.has_values(group.role());
-        *(if away { &mut room } else { &mut on_device }) += bytes;
+        *(if away { &mut file_bytes } else { &mut on_device }) += bytes;
     }
-    let host = [(options.device.is_cpu(), on_device), (options.offload.folder().is_none(), room)];
+    let host = [(options.device.is_cpu(), on_device), (options.offload.folder().is_none(), file_bytes)];
     check_host_memory(host.into_iter().filter(|(counts, _)| *counts).map(|(_, bytes)| bytes as u64).sum())?;
-    let file = options.offload.file(room)?;
+    let file = options.offload.file(file_bytes)?;
     let (mut buckets, mut packed) = (Vec::new(), Vec::new());
     for (key, descs) in by_group {
         let BucketKey { segment, kind: group, .. } = key;

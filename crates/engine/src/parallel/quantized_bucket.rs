@@ -114,16 +114,16 @@ impl QuantizedBucket {
     }
 
     /// Returns the bytes that all runs of `descs` occupy in a file.
-    pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
+    pub(super) fn file_bytes(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
         let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options)?;
-        let room = |(dtype, len): (RunDtype, usize)| {
+        let bytes_of_run = |(dtype, len): (RunDtype, usize)| {
             let dtype = match dtype {
                 RunDtype::U8 => DType::U8,
                 RunDtype::F32 => DType::F32,
             };
-            MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), dtype)
+            MappedFile::file_bytes(bucket_options.part(bucket_options.spec.values, len).len(), dtype)
         };
-        Ok(lens.into_iter().map(room).sum())
+        Ok(lens.into_iter().map(bytes_of_run).sum())
     }
 
     /// Returns whether this rank keeps less than all.

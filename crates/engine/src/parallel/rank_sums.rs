@@ -102,14 +102,14 @@ impl ParamStore {
     ///
     /// # Errors
     /// A peer failed.
-    pub(crate) fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
+    pub(crate) fn first_found(&self, text: Option<String>) -> Result<Option<String>> {
         let world = self.mesh().world();
-        let ranks = self.ranks_that(found.is_some())?;
+        let ranks = self.ranks_that(text.is_some())?;
         let Some(rank) = ranks.first().copied() else { return Ok(None) };
         if world.size() == 1 {
-            return Ok(found);
+            return Ok(text);
         }
-        let mut text = found.unwrap_or_default().into_bytes();
+        let mut text = text.unwrap_or_default().into_bytes();
         text.resize(FOUND_BYTES, 0);
         let text = Tensor::from_vec(text, FOUND_BYTES, &Device::Cpu)?;
         world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;

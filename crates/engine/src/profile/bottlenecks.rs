@@ -184,7 +184,8 @@ pub struct Bottleneck {
 /// Returns the bottlenecks of a run, in the order of [`RULES`]; empty for a healthy one.
 pub fn find(facts: &RunFacts) -> Vec<Bottleneck> {
     let holds = |rule: &BottleneckRule| {
-        let Measured { secs, all, what, of_run } = (rule.measure)(facts).filter(|found| found.all > 0.0)?;
+        let Measured { secs, all, what, of_run } =
+            (rule.measure)(facts).filter(|measured| measured.all > 0.0)?;
         let share = secs / all;
         let is_clear =
             facts.trace.is_some() || of_run && facts.steps >= LEAST_STEPS && secs >= LEAST_LOST_SECS;
@@ -306,7 +307,7 @@ mod tests {
     }
 
     fn names(facts: &RunFacts) -> Vec<&'static str> {
-        find(facts).into_iter().map(|found| found.name).collect()
+        find(facts).into_iter().map(|bottleneck| bottleneck.name).collect()
     }
 
     /// Adds a bottleneck to a healthy run.

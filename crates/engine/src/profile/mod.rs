@@ -40,7 +40,7 @@ pub struct Profiler {
     tracing: StepTracing,
     /// Bytes sent before the steps that are being traced.
     sent_before: u64,
-    kept: TraceEvents,
+    events: TraceEvents,
     is_written: bool,
     /// Registers this thread as the one that is recorded.
     _member: TraceMembership,
@@ -60,7 +60,7 @@ impl Profiler {
             before: 0,
             tracing: StepTracing::Off,
             sent_before: 0,
-            kept: TraceEvents::default(),
+            events: TraceEvents::default(),
             is_written: false,
         }
     }
@@ -70,7 +70,7 @@ impl Profiler {
     /// # Errors
     /// The trace of the first cycle cannot be written.
     pub fn begin_step(&mut self, number: u64, sent: u64) -> Result<()> {
-        let has_room = self.kept.spans.len() < MOST_EVENTS;
+        let has_room = self.events.spans.len() < MOST_EVENTS;
         let next = if has_room { self.schedule.at(self.before) } else { StepTracing::Off };
         self.before += 1;
         if next != self.tracing {
@@ -80,7 +80,7 @@ impl Profiler {
                 self.recorder.switch_on();
             }
             self.tracing = next;
-            if !self.is_written && !self.kept.spans.is_empty() {
+            if !self.is_written && !self.events.spans.is_empty() {
                 self.write()?;
             }
         }
@@ -93,9 +93,9 @@ impl Profiler {
         self.recorder.switch_off();
         let TraceEvents { spans, values, dropped } = self.recorder.take();
         if self.tracing == StepTracing::Active {
-            self.kept.spans.extend(spans);
-            self.kept.values.extend(values);
-            self.kept.dropped += dropped;
+            self.events.spans.extend(spans);
+            self.events.values.extend(values);
+            self.events.dropped += dropped;
             self.of.sent_bytes += sent - self.sent_before;
         }
         self.tracing = StepTracing::Off;
@@ -105,7 +105,7 @@ impl Profiler {
         // At most once before the end, even if it fails.
         self.is_written = true;
         let path = self.folder.join(format!("rank-{}.json", self.of.rank));
-        chrome::write(&path, self.of, &self.kept)
+        chrome::write(&path, self.of, &self.events)
     }
 
     /// Ends the profile: writes the trace of all cycles and, on the first rank, the table of
@@ -115,14 +115,14 @@ impl Profiler {
     /// The run had no active step; a file cannot be written.
     pub fn finish(mut self, sent: u64) -> Result<OpTable> {
         self.end_stretch(sent);
-        if self.kept.spans.is_empty() {
+        if self.events.spans.is_empty() {
             let (had, first) = (self.before, self.schedule.first_active() + 1);
             return Err(Error::user("nothing was traced")
                 .because(format!("the first step that `[profile]` keeps is {first}; the run had {had} steps"))
                 .hint("lower `profile.wait` and `profile.warmup`"));
         }
         self.write()?;
-        let table = OpTable::new(&self.kept);
+        let table = OpTable::new(&self.events);
         if self.of.rank == 0 {
             let json = serde_json::to_string_pretty(&table)
                 .map_err(|e| Error::internal("cannot write a table of operations").because(e.to_string()))?;

@@ -135,14 +135,14 @@ fn self_nanos(spans: &[&TraceSpan]) -> Vec<u64> {
     let mut own: Vec<u64> = spans.iter().map(|span| span.nanos).collect();
     // Indices of the spans that are open at the start of the current one.
     let mut open: Vec<usize> = Vec::new();
-    for (place, span) in spans.iter().enumerate() {
+    for (index, span) in spans.iter().enumerate() {
         while open.last().is_some_and(|last| spans[*last].start + spans[*last].nanos <= span.start) {
             open.pop();
         }
         if let Some(parent) = open.last() {
             own[*parent] = own[*parent].saturating_sub(span.nanos);
         }
-        open.push(place);
+        open.push(index);
     }
     own
 }

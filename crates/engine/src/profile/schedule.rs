@@ -38,8 +38,8 @@ impl TraceSchedule {
             return StepTracing::Off;
         }
         match before % cycle {
-            place if place < self.wait => StepTracing::Off,
-            place if place < quiet => StepTracing::Warmup,
+            position if position < self.wait => StepTracing::Off,
+            position if position < quiet => StepTracing::Warmup,
             _ => StepTracing::Active,
         }
     }

@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::description::refused;
+use super::destinations::{TensorRows, destinations};
 use super::metadata::refuse_unknown;
-use super::places::{TensorPlace, places};
 use super::tensors::{TensorChange, change};
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType};
@@ -88,7 +88,7 @@ struct LoraPart<'a> {
     is_of_experts: bool,
     kind: TensorKind,
     /// The tensor of the base, whose rows are those of B.
-    place: TensorPlace,
+    tensor: TensorRows,
     change: TensorChange,
 }
 
@@ -117,7 +117,7 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
             }
             None => return Err(refused(format!("`{}` has no name in llama.cpp", target.name))),
         }
-        for place in spec.into_iter().flat_map(|spec| places(config, spec)) {
+        for tensor in spec.into_iter().flat_map(|spec| destinations(config, spec)) {
             let change = spec.map_or(TensorChange::NONE, |spec| change(config, spec));
             let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
             let expert = match spec.map(|spec| spec.part) {
@@ -125,7 +125,7 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
                 _ => None,
             };
             for (half, kind) in halves {
-                let name = format!("{}.{half}", place.name);
+                let name = format!("{}.{half}", tensor.name);
                 if let Some(at) = of_experts.get(&name) {
                     let part: &mut LoraPart<'_> = &mut parts[*at];
                     part.targets.push(target);
@@ -136,7 +136,7 @@ fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> R
                     of_experts.insert(name.clone(), parts.len());
                 }
                 let targets = vec![target];
-                parts.push(LoraPart { name, targets, is_of_experts, kind, place: place.clone(), change });
+                parts.push(LoraPart { name, targets, is_of_experts, kind, tensor: tensor.clone(), change });
             }
         }
     }
@@ -177,7 +177,7 @@ fn fault(config: &ModelConfig, part: ModelPart) -> Option<&'static str> {
 impl LoraPart<'_> {
     /// Returns the rows of B, of which there are `count`, in the order of the file.
     fn rows(&self, count: usize) -> Vec<usize> {
-        match &self.place.rows {
+        match &self.tensor.rows {
             Some(runs) => rows_of(runs).collect(),
             None => (0..count).map(|row| self.change.source_row(row, count)).collect(),
         }
@@ -204,7 +204,7 @@ impl LoraPart<'_> {
                 let rows = self.rows(rows).into_iter();
                 let moved = rows.flat_map(|from| &values[from * row..(from + 1) * row]);
                 all.extend(moved.map(|value| (f64::from(*value) * factor) as f32));
-            } else if let Some(columns) = &self.place.columns {
+            } else if let Some(columns) = &self.tensor.columns {
                 let columns: Vec<usize> = rows_of(columns).collect();
                 let lines = values.chunks_exact(row);
                 all.extend(lines.flat_map(|line| columns.iter().map(|from| line[*from])));

@@ -92,7 +92,7 @@ fn inner_widths(config: &ModelConfig) -> Result<MetadataValue> {
 /// Refuses attention within blocks of other lengths than llama.cpp's.
 fn refuse_other_blocks(config: &ModelConfig, length: usize, arch: &str) -> Result<()> {
     let lengths = || config.attentions().filter_map(|attention| attention.chunk);
-    let other_setting = match lengths().find(|found| *found != length) {
+    let other_setting = match lengths().find(|other| *other != length) {
         Some(other) => format!("`attention_chunk_size` is {other}"),
         None if lengths().next().is_some() => return Ok(()),
         None => "no layer attends within blocks (`attention_chunk_size`, `layer_types`)".to_owned(),

@@ -2,18 +2,18 @@
 //! template, or a LoRA adapter.
 //!
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
-//! does not depend on the model's size. `places` has the names of tensors and the rows that each
-//! holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
+//! does not depend on the model's size. `destinations` has the names of tensors and the rows that
+//! each holds, `tensors` the changes of values, `metadata`, `mixers` and `rope` the keys of a
 //! `description`, `vocabulary` the tokenizer, `types` the type of each tensor, `lora` adapters.
 //! `base` reads a file as a model to train on. All facts are from llama.cpp's sources, at the
 //! version in llama-cpp-python 0.3.36.
 
 mod base;
 mod description;
+mod destinations;
 mod lora;
 mod metadata;
 mod mixers;
-mod places;
 mod pretokenizer;
 mod rope;
 mod tensors;
@@ -100,7 +100,7 @@ pub fn write_model(
         description.metadata.set(key, MetadataValue::F32s(values));
     }
     description.metadata.append(vocabulary.metadata);
-    let names = planned.iter().map(|tensor| tensor.place.name.as_str());
+    let names = planned.iter().map(|tensor| tensor.destination.name.as_str());
     let mixture = Mixture::new(kind, config, names);
     let mut exported = Exported { notes: description.notes, ..Exported::default() };
     exported.notes.extend(vocabulary.notes);
@@ -114,10 +114,14 @@ pub fn write_model(
         let (kind, wanted) = if tensor.is_mxfp4 {
             (BlockType::MXFP4, BlockType::MXFP4)
         } else {
-            mixture.choose(&tensor.place.name, &tensor.shape)
+            mixture.choose(&tensor.destination.name, &tensor.shape)
         };
         exported.count(kind, wanted);
-        entries.push(TensorEntry { name: tensor.place.name.clone(), shape: tensor.shape.clone(), kind });
+        entries.push(TensorEntry {
+            name: tensor.destination.name.clone(),
+            shape: tensor.shape.clone(),
+            kind,
+        });
     }
     let (mut made, mut stored) = (description.tensors.iter(), planned.iter());
     exported.bytes = writer::write(output, &description.metadata, &entries, |entry, sink| {

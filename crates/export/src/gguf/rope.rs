@@ -43,7 +43,7 @@ impl<'a> RopeSpec<'a> {
 
     /// Returns whether llama.cpp computes the ramp of yarn: the paper's, unless keys set it.
     fn is_usual_yarn(&self, facts: &GgufFacts) -> bool {
-        let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
+        let is = |key: &str, usual: f64| self.number(key).is_none_or(|value| value == usual);
         let known = self.truncates() || facts.rounds_yarn_ramp;
         known && (facts.reads_yarn_ramp || is("beta_fast", 32.0) && is("beta_slow", 1.0))
     }
@@ -242,7 +242,7 @@ impl FullRope<'_> {
         let takes_others = config.family.gguf.scales_latents_freely;
         if factor > 1.0 && (!is_known || all != 1.0 && !takes_others) {
             let value_of =
-                |key: &str| spec.number(key).map_or("missing".to_owned(), |found| found.to_string());
+                |key: &str| spec.number(key).map_or("missing".to_owned(), |value| value.to_string());
             return Err(refused(format!(
                 "`mscale` is {} and `mscale_all_dim` {}; llama.cpp's {} accepts equal numbers above 0{}",
                 value_of("mscale"),
@@ -293,7 +293,7 @@ impl FullRope<'_> {
             // llama.cpp reads a tensor of divisors in layers of full attention; it has no zero.
             "proportional" => {
                 let divisors = plain(rope).zip(&rope.inv_freq);
-                let divisors = divisors.map(|(_, found)| if *found == 0.0 { 1e30 } else { 1.0 });
+                let divisors = divisors.map(|(_, divisor)| if *divisor == 0.0 { 1e30 } else { 1.0 });
                 description.tensors.push(("rope_freqs.weight", divisors.collect()));
             }
             // Hunyuan stretches the base once for all lengths.

@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::places::{TensorPlace, places, row_of};
+use super::destinations::{TensorRows, destinations, row_of};
 use crate::error::Result;
 use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
 use crate::weights::{ModelFiles, rows_of};
@@ -58,7 +58,7 @@ impl TensorChange {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlannedTensor {
     /// The name in llama.cpp, and the rows of the parameter that it holds.
-    pub(super) place: TensorPlace,
+    pub(super) destination: TensorRows,
     /// The name in the checkpoint; of experts, one name each.
     pub(super) stored: Vec<String>,
     /// Its shape in the file.
@@ -86,11 +86,13 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
         for mut tensor in planned(config, files, spec) {
             if !is_of_expert {
                 all.push(tensor);
-            } else if let Some(first) = of_experts.get(&tensor.place.name).and_then(|at| all.get_mut(*at)) {
+            } else if let Some(first) =
+                of_experts.get(&tensor.destination.name).and_then(|at| all.get_mut(*at))
+            {
                 first.stored.append(&mut tensor.stored);
                 first.shape[0] += 1;
             } else {
-                of_experts.insert(tensor.place.name.clone(), all.len());
+                of_experts.insert(tensor.destination.name.clone(), all.len());
                 tensor.shape.insert(0, 1);
                 all.push(tensor);
             }
@@ -106,10 +108,12 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
 pub(super) fn lists(config: &ModelConfig, files: &ModelFiles) -> Result<BTreeMap<String, Vec<f32>>> {
     let mut lists: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for spec in &model::parameters(config) {
-        for place in places(config, spec).into_iter().filter(|place| place.of_list.is_some()) {
+        for destination in
+            destinations(config, spec).into_iter().filter(|destination| destination.of_list.is_some())
+        {
             let mut value = [0f32];
             files.read_part(&spec.name, 0, &mut value)?;
-            lists.entry(place.name).or_default().extend(value);
+            lists.entry(destination.name).or_default().extend(value);
         }
     }
     Ok(lists)
@@ -119,15 +123,19 @@ pub(super) fn lists(config: &ModelConfig, files: &ModelFiles) -> Result<BTreeMap
 fn planned(config: &ModelConfig, files: &ModelFiles, spec: &ParamSpec) -> Vec<PlannedTensor> {
     let stored = model::stored_name(config, files, &spec.name);
     let is_of_expert = matches!(spec.part, ModelPart::Block { part, .. } if part.expert().is_some());
-    let tensor = |place: TensorPlace| PlannedTensor {
+    let tensor = |destination: TensorRows| PlannedTensor {
         stored: vec![stored.to_owned()],
         is_mxfp4: is_of_expert && files.is_mxfp4(stored),
-        shape: place.shape(spec.part, &spec.shape),
+        shape: destination.shape(spec.part, &spec.shape),
         columns: row_of(&spec.shape),
         change: change(config, spec),
-        place,
+        destination,
     };
-    places(config, spec).into_iter().filter(|place| place.of_list.is_none()).map(tensor).collect()
+    destinations(config, spec)
+        .into_iter()
+        .filter(|destination| destination.of_list.is_none())
+        .map(tensor)
+        .collect()
 }
 
 /// Returns the change of a parameter's values.
@@ -176,13 +184,13 @@ pub(super) fn read(
     planned: &PlannedTensor,
     mut take: impl FnMut(&str, &[f32]) -> Result<()>,
 ) -> Result<()> {
-    let row = if planned.place.by_element { 1 } else { planned.columns.max(1) };
+    let row = if planned.destination.by_element { 1 } else { planned.columns.max(1) };
     let rows = planned.shape.iter().product::<usize>() / row / planned.stored.len().max(1);
-    let heads = planned.place.transposed_heads;
+    let heads = planned.destination.transposed_heads;
     let block = heads.map_or((BLOCK / row).max(1), |heads| rows / heads.max(1));
     let order: Option<Vec<usize>> = planned.order(rows);
     let columns: Option<Vec<usize>> =
-        planned.place.columns.as_ref().map(|columns| rows_of(columns).collect());
+        planned.destination.columns.as_ref().map(|columns| rows_of(columns).collect());
     let mut values = vec![0f32; block.min(rows) * row];
     for stored in &planned.stored {
         for first in (0..rows).step_by(block.max(1)) {
@@ -216,7 +224,7 @@ impl PlannedTensor {
     /// Returns the rows of the parameter in the order of the file, of which there are `rows`;
     /// `None`: all in order.
     fn order(&self, rows: usize) -> Option<Vec<usize>> {
-        match (&self.place.rows, self.change.interleave_heads) {
+        match (&self.destination.rows, self.change.interleave_heads) {
             (Some(runs), _) => Some(rows_of(runs).collect()),
             (None, Some(_)) => Some((0..rows).map(|row| self.change.source_row(row, rows)).collect()),
             (None, None) => None,

@@ -34,7 +34,7 @@ pub(super) fn layers(config: &ModelConfig, skip: &[String]) -> Result<LinearLaye
 }
 
 /// The position of a weight among the tensors of its layout.
-struct Place {
+struct WeightTensors {
     codes: String,
     scales: String,
     /// Number of values before its own: those of other parts of a stack.
@@ -44,22 +44,22 @@ struct Place {
 }
 
 /// The tensors of the layers in MXFP4.
-pub(super) struct Mxfp4Tensors(HashMap<String, Place>);
+pub(super) struct Mxfp4Tensors(HashMap<String, WeightTensors>);
 
 impl Mxfp4Tensors {
     pub(super) fn new(config: &ModelConfig, layers: &LinearLayers) -> Self {
         if config.family.stacks_in_mxfp4 {
             let stacks = model::stacked_experts(config);
-            return Mxfp4Tensors(stacks.into_iter().flat_map(places_in_stack).collect());
+            return Mxfp4Tensors(stacks.into_iter().flat_map(tensors_in_stack).collect());
         }
         let names_of = |module: &String| {
             let [codes, scales] = ["packed", "scale"].map(|end| format!("{module}.weight_{end}"));
-            (format!("{module}.weight"), Place { codes, scales, first: 0, parts: None })
+            (format!("{module}.weight"), WeightTensors { codes, scales, first: 0, parts: None })
         };
         Mxfp4Tensors(layers.quantized.iter().map(names_of).collect())
     }
 
-    fn place(&self, name: &str) -> Result<&Place> {
+    fn tensors(&self, name: &str) -> Result<&WeightTensors> {
         self.0.get(name).ok_or_else(|| Error::internal(format!("`{name}` is no layer in MXFP4")))
     }
 
@@ -68,7 +68,7 @@ impl Mxfp4Tensors {
     /// # Errors
     /// User: its rows are no whole blocks.
     pub(super) fn planned(&self, files: &ModelFiles, name: &str) -> Result<Vec<PlannedFile>> {
-        let (names, info) = (self.place(name)?, files.require(name)?);
+        let (names, info) = (self.tensors(name)?, files.require(name)?);
         let &[rows, columns] = info.shape.as_slice() else {
             return Err(Error::internal(format!("tensor `{name}` is no matrix")));
         };
@@ -97,7 +97,7 @@ impl Mxfp4Tensors {
 
     /// Rounds a weight, piece by piece.
     pub(super) fn write(&self, source: &mut SourceTensor<'_>) -> Result<()> {
-        let Place { codes, scales, first, .. } = self.place(source.name)?;
+        let WeightTensors { codes, scales, first, .. } = self.tensors(source.name)?;
         let (mut packed, mut exponents) = (vec![0u8; PIECE / 2], vec![0u8; PIECE / MXFP4_BLOCK]);
         source.pieces(
             PIECE,
@@ -115,13 +115,15 @@ impl Mxfp4Tensors {
     }
 }
 
-/// Returns the weights of a stack with their places in it.
-fn places_in_stack(StackParts { stack, parts }: StackParts) -> impl Iterator<Item = (String, Place)> {
+/// Returns the weights of a stack with its tensors.
+fn tensors_in_stack(
+    StackParts { stack, parts }: StackParts,
+) -> impl Iterator<Item = (String, WeightTensors)> {
     let count = parts.len();
     parts.into_iter().enumerate().map(move |(at, part)| {
         let [codes, scales] = ["blocks", "scales"].map(|end| format!("{}_{end}", stack.name));
         let first = at * part.shape.iter().product::<usize>();
-        (part.name, Place { codes, scales, first, parts: Some(count) })
+        (part.name, WeightTensors { codes, scales, first, parts: Some(count) })
     })
 }
 

@@ -89,7 +89,7 @@ pub(super) fn parameter_loras(
         }
         let targets = named.iter().map(|name| (name.as_str(), ModuleKind::Linear));
         let targets = targets_of(&config.spec, targets).map_err(|error| error.in_one_line())?;
-        for (target, halves) in targets.into_iter().zip(places.iter().map(|place| &wrappers[place])) {
+        for (target, halves) in targets.into_iter().zip(places.iter().map(|key| &wrappers[key])) {
             let half = |kind: TensorKind| {
                 let name = halves.get(&kind);
                 let half = name.and_then(|name| Some((name.clone(), files.info(name)?.clone())));
@@ -174,7 +174,7 @@ pub(super) struct ExpertPart {
 impl ExpertPart {
     /// Returns the place in the whole tensor of element `index`, and the number of elements that
     /// follow it there too.
-    pub(super) fn place(&self, index: usize) -> (usize, usize) {
+    pub(super) fn source_run(&self, index: usize) -> (usize, usize) {
         let columns = self.info.shape.last().copied().unwrap_or(1).max(1);
         let (row, column) = (index / columns, index % columns);
         let run = if self.column_step == 1 { columns - column } else { 1 };

@@ -228,7 +228,7 @@ impl SavedAdapter {
         let mut gathered = Vec::with_capacity(out.len() * size);
         while gathered.len() < out.len() * size {
             let done = gathered.len() / size;
-            let (source, run) = part.place(start + done);
+            let (source, run) = part.source_run(start + done);
             let end = source + run.min(out.len() - done);
             let values = stored.get(source * size..end * size);
             let outside = || Error::internal(format!("a part of `{}` is outside it", part.name));
@@ -445,7 +445,7 @@ impl SavedAdapter {
         for (end, ids) in tokens {
             // For a tied pair with the same tokens, PEFT saves one tensor.
             let is_saved =
-                |(module, found): (&String, &Vec<u32>)| ends_with_name(module, end) || found == ids;
+                |(module, saved): (&String, &Vec<u32>)| ends_with_name(module, end) || saved == ids;
             if !rows.iter().any(is_saved) {
                 return Err(format!(
                     "{CONFIG_FILE} has `{key}` for `{end}`, of which {WEIGHTS_FILE} holds no rows"
@@ -511,19 +511,19 @@ fn halves(kind: ModuleKind) -> [TensorKind; 2] {
 }
 
 /// Returns whether a tensor of this shape belongs on the module.
-fn fits(kind: TensorKind, module: &Module, found: &[usize]) -> bool {
+fn fits(kind: TensorKind, module: &Module, saved: &[usize]) -> bool {
     use ModuleKind::{Embedding, Head};
     let has_matrix = module.kind.is_layer_of_block() || module.kind == Head;
-    match (kind, module.kind, module.shape.as_slice(), found) {
-        (TensorKind::LoraA, _, &[_, inputs], &[_, found]) if has_matrix => inputs == found,
-        (TensorKind::LoraB, _, &[outputs, _], &[found, _]) if has_matrix => outputs == found,
-        (TensorKind::LoraMagnitude, _, &[outputs, _], &[found]) if has_matrix => outputs == found,
-        (TensorKind::LoraMagnitude, Embedding, &[_, hidden], &[found]) => hidden == found,
-        (TensorKind::LoraEmbeddingA, Embedding, &[vocabulary, _], &[_, found]) => vocabulary == found,
-        (TensorKind::LoraEmbeddingB, Embedding, &[_, hidden], &[found, _]) => hidden == found,
-        (TensorKind::TokensDelta, Embedding | Head, &[_, hidden], &[_, found]) => hidden == found,
-        (TensorKind::BaseWeight | TensorKind::SavedWeight, _, expected, found) => expected == found,
-        (TensorKind::SavedBias, _, expected, &[found]) => expected.first() == Some(&found),
+    match (kind, module.kind, module.shape.as_slice(), saved) {
+        (TensorKind::LoraA, _, &[_, inputs], &[_, saved]) if has_matrix => inputs == saved,
+        (TensorKind::LoraB, _, &[outputs, _], &[saved, _]) if has_matrix => outputs == saved,
+        (TensorKind::LoraMagnitude, _, &[outputs, _], &[saved]) if has_matrix => outputs == saved,
+        (TensorKind::LoraMagnitude, Embedding, &[_, hidden], &[saved]) => hidden == saved,
+        (TensorKind::LoraEmbeddingA, Embedding, &[vocabulary, _], &[_, saved]) => vocabulary == saved,
+        (TensorKind::LoraEmbeddingB, Embedding, &[_, hidden], &[saved, _]) => hidden == saved,
+        (TensorKind::TokensDelta, Embedding | Head, &[_, hidden], &[_, saved]) => hidden == saved,
+        (TensorKind::BaseWeight | TensorKind::SavedWeight, _, expected, saved) => expected == saved,
+        (TensorKind::SavedBias, _, expected, &[saved]) => expected.first() == Some(&saved),
         _ => false,
     }
 }

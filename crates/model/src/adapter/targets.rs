@@ -486,7 +486,7 @@ impl<'a> LayerFilter<'a> {
             .numbers
             .iter()
             .find_map(|regex| regex.captures(module))
-            .and_then(|found| found["idx"].parse().ok());
+            .and_then(|captures| captures["idx"].parse().ok());
         number.is_some_and(|layer: usize| allowed.contains(&layer))
     }
 }

@@ -118,8 +118,8 @@ impl<'a> ConfigReader<'a> {
 }
 
 /// Returns the error of a key with an unusable value.
-pub(super) fn refused(key: &str, found: impl Display, accepted: &str) -> Error {
-    Error::user(format!("`{key}` is {found}")).because(format!("accepted: {accepted}"))
+pub(super) fn refused(key: &str, value: impl Display, accepted: &str) -> Error {
+    Error::user(format!("`{key}` is {value}")).because(format!("accepted: {accepted}"))
 }
 
 fn text(value: &Value) -> String {

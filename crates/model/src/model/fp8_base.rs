@@ -14,7 +14,7 @@ pub(super) struct Fp8Base {
     pub(super) layers: usize,
     /// Their weights as one matrix; `None` if each use quantizes them, because they are gathered or
     /// copied for it.
-    pub(super) kept: Option<Fp8Rows>,
+    pub(super) codes: Option<Fp8Rows>,
 }
 
 /// The weights of a part of a group in fp8.
@@ -39,7 +39,7 @@ impl Fp8Part {
 impl Fp8Base {
     /// Returns `len` rows from `start` on, which are those of a layer or of several.
     pub(super) fn part(&self, start: usize, len: usize) -> Result<Fp8Part> {
-        let part = self.kept.as_ref().map(|codes| codes.rows(start, len)).transpose()?;
+        let part = self.codes.as_ref().map(|codes| codes.rows(start, len)).transpose()?;
         Ok(part.map_or(Fp8Part::EachUse, Fp8Part::Kept))
     }
 }

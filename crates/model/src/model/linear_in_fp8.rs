@@ -24,7 +24,7 @@ impl MergedLinear {
         if layers == 0 {
             return Ok(());
         }
-        self.fp8 = Some(Fp8Base { layers, kept: None });
+        self.fp8 = Some(Fp8Base { layers, codes: None });
         if keeps { self.keep_codes() } else { Ok(()) }
     }
 
@@ -33,11 +33,11 @@ impl MergedLinear {
     /// # Errors
     /// The device has not enough memory.
     pub(super) fn keep_codes(&mut self) -> Result<()> {
-        let Some(Fp8Base { layers, kept }) = self.fp8.as_mut().filter(|fp8| fp8.kept.is_none()) else {
+        let Some(Fp8Base { layers, codes }) = self.fp8.as_mut().filter(|fp8| fp8.codes.is_none()) else {
             return Ok(());
         };
         let weights: Vec<_> = self.layers[..*layers].iter().map(|layer| layer.weight.get()).collect();
-        *kept = Some(Fp8Rows::of(&weights)?);
+        *codes = Some(Fp8Rows::of(&weights)?);
         Ok(())
     }
 }

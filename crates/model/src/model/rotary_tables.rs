@@ -49,11 +49,11 @@ impl RotaryTables {
         let positions: Vec<u32> =
             spans.iter().flat_map(|span| (span.k_len - span.q_len) as u32..span.k_len as u32).collect();
         let longest = spans.iter().map(|span| span.k_len).max().unwrap_or(0);
-        let of_rope = |(rope, kept): (&Rope, &Mutex<Option<RotaryTable>>)| {
+        let of_rope = |(rope, cached_table): (&Rope, &Mutex<Option<RotaryTable>>)| {
             if rope.kind != RopeKind::Fixed {
                 return rope.table(spans, &self.device);
             }
-            let mut cached = locked(kept);
+            let mut cached = locked(cached_table);
             let table = match &mut *cached {
                 Some(table) if table.cos.dim(0)? >= longest => table,
                 // Twice as many as needed: generation needs one more position at a time.
@@ -62,9 +62,9 @@ impl RotaryTables {
             let [cos, sin] = rows_of([&table.cos, &table.sin], &positions)?;
             Ok(RotaryTable { cos, sin, interleaved: rope.interleaved })
         };
-        let with_factors = |(rope, kept): (&Rope, &Mutex<Option<RotaryTable>>)| {
+        let with_factors = |(rope, cached_table): (&Rope, &Mutex<Option<RotaryTable>>)| {
             let query_factors = rope.query_factors(spans, &self.device)?;
-            Ok(PositionTable { rotary: of_rope((rope, kept))?, query_factors })
+            Ok(PositionTable { rotary: of_rope((rope, cached_table))?, query_factors })
         };
         ropes.iter().zip(&self.by_position).map(with_factors).collect()
     }
@@ -102,8 +102,8 @@ mod tests {
         let tables = RotaryTables::new(&ropes, &Device::Cpu);
         let part = Span { q_start: 9, q_len: 3, k_start: 0, k_len: 700 };
         for spans in [vec![whole(9)], vec![whole(9), part], vec![whole(5)]] {
-            for (rope, found) in ropes.iter().zip(tables.of_spans(&ropes, &spans)?) {
-                assert_eq!(bits(&found.rotary), bits(&rope.table(&spans, &Device::Cpu)?));
+            for (rope, table) in ropes.iter().zip(tables.of_spans(&ropes, &spans)?) {
+                assert_eq!(bits(&table.rotary), bits(&rope.table(&spans, &Device::Cpu)?));
             }
         }
         Ok(())

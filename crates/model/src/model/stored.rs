@@ -104,9 +104,11 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     let writes_whole = quantized == 0 && files.source() == files.folder();
     files.write_whole(writes_whole);
     warn_about_keys(files, if writes_whole { keys } else { [0, keys.iter().sum()] });
-    let written = match (quantized, files.kept().count()) {
+    let written = match (quantized, files.retained().count()) {
         (0, 0) => String::new(),
-        (0, _) => format!("; written models keep its other tensors as they are: {}", files.kept().describe()),
+        (0, _) => {
+            format!("; written models keep its other tensors as they are: {}", files.retained().describe())
+        }
         _ => format!(" and written; its other tensors are not, because {quantized} are quantized"),
     };
     files.add_warning(format!("the text part of an image-text model (`{whole}`) is used{written}"));
@@ -131,8 +133,9 @@ fn set_apart_keys(config: &ModelConfig, files: &mut ModelFiles) -> [usize; 2] {
     counts
 }
 
-fn warn_about_keys(files: &mut ModelFiles, [kept, dropped]: [usize; 2]) {
-    let uses = [(kept, "are not used; written models keep them"), (dropped, "are neither used nor written")];
+fn warn_about_keys(files: &mut ModelFiles, [retained, dropped]: [usize; 2]) {
+    let uses =
+        [(retained, "are not used; written models keep them"), (dropped, "are neither used nor written")];
     for (count, written) in uses.into_iter().filter(|(count, _)| *count > 0) {
         files.add_warning(format!(
             "{} of keys and values of blocks that read those of another block {written}",

@@ -39,7 +39,7 @@ impl UpdateStaging {
         let longest = groups.iter().map(|group| group.param.elements()).max().unwrap_or(0);
         let limit = limit.min(longest).next_multiple_of(STATE_BLOCK).max(STATE_BLOCK);
         let zeros = |dtype| TensorMut::zeros(limit, dtype, device);
-        let each = |found: Vec<DType>| found.into_iter().map(zeros).collect::<Result<Vec<_>>>();
+        let each = |dtypes: Vec<DType>| dtypes.into_iter().map(zeros).collect::<Result<Vec<_>>>();
         let params = each(dtypes(groups.iter().map(|group| group.param.dtype())))?;
         let grads = each(dtypes(groups.iter().map(|group| group.grad.dtype())))?;
         let mut state = Vec::with_capacity(layout.tensors.len());
@@ -111,11 +111,11 @@ impl UpdateStaging {
 
 /// Returns each dtype among `all` once.
 fn dtypes(all: impl Iterator<Item = DType>) -> Vec<DType> {
-    all.fold(Vec::new(), |mut found, dtype| {
-        if !found.contains(&dtype) {
-            found.push(dtype);
+    all.fold(Vec::new(), |mut distinct, dtype| {
+        if !distinct.contains(&dtype) {
+            distinct.push(dtype);
         }
-        found
+        distinct
     })
 }
 

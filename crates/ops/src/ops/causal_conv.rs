@@ -169,17 +169,17 @@ fn conv_info(name: &'static str, x: ColumnView<'_>, weight: &Tensor, passes: usi
 
 /// The rows of the same span before and after a row.
 #[derive(Debug, Clone, Copy)]
-struct RowPlace {
+struct RowInSpan {
     before: usize,
     after: usize,
 }
 
 /// Returns the place of each of `rows` rows; none outside all spans.
-fn places(spans: &[Span], rows: usize) -> Vec<Option<RowPlace>> {
+fn places(spans: &[Span], rows: usize) -> Vec<Option<RowInSpan>> {
     let mut places = vec![None; rows];
     for span in spans {
-        for (i, place) in places[span.q_start..][..span.q_len].iter_mut().enumerate() {
-            *place = Some(RowPlace { before: i, after: span.q_len - 1 - i });
+        for (i, position) in places[span.q_start..][..span.q_len].iter_mut().enumerate() {
+            *position = Some(RowInSpan { before: i, after: span.q_len - 1 - i });
         }
     }
     places
@@ -242,10 +242,10 @@ impl<T: FloatElement> ConvRows<'_, T> {
 
     /// Writes the rows of `y: [N, C]`; row `n` is the row `n + extra` here, which has `extra` more
     /// inputs before it than its place says.
-    fn forward(&self, y: &mut [T], places: &[Option<RowPlace>], extra: usize) {
+    fn forward(&self, y: &mut [T], places: &[Option<RowInSpan>], extra: usize) {
         let of_rows = y.par_chunks_mut(self.channels).zip(places).enumerate().with_min_len(4);
-        of_rows.for_each(|(row, (y, place))| {
-            let Some(position) = place else { return y.fill(T::default()) };
+        of_rows.for_each(|(row, (y, position))| {
+            let Some(position) = position else { return y.fill(T::default()) };
             let mut sums = [0f32; COLUMNS];
             for (i, y) in y.chunks_mut(COLUMNS).enumerate() {
                 let sums = &mut sums[..y.len()];
@@ -261,7 +261,7 @@ impl<T: FloatElement> ConvRows<'_, T> {
 
     /// Writes the gradients of a block of rows, and adds their part of the weight's gradient to
     /// `part: [W, C]` unless it is empty.
-    fn backward(&self, dy: &[T], places: &[Option<RowPlace>], to: BlockRows<'_, T>, part: &mut [f32]) {
+    fn backward(&self, dy: &[T], places: &[Option<RowInSpan>], to: BlockRows<'_, T>, part: &mut [f32]) {
         let (first, last) = (to.first, self.taps() - 1);
         let rows = to.data.len() / to.stride;
         // Rows after the block take part in the gradients of its last rows.

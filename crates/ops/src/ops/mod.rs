@@ -35,6 +35,7 @@ pub mod low_rank;
 pub mod matmul;
 pub mod matmul_fp8;
 pub mod matmul_quantized;
+pub mod noise;
 #[cfg(all(test, feature = "kernel-emu"))]
 mod null_driver;
 pub(crate) mod probe;

@@ -23,6 +23,7 @@ use crate::ops::gated_delta::{DeltaHeads, DeltaInputs, DeltaParamGrads, gated_de
 use crate::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::ops::xielu::{xielu, xielu_backward};
@@ -126,6 +127,7 @@ fn elements(dtype: DType) -> Result<()> {
     xielu(&x, &curve)?;
     xielu_backward(&x, &h, &curve, Some(&dcurve))?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
+    add_noise(&x, Noise { bounds: &[], stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::scaled(&x, 0.5)?;
     elementwise::add_into(&x, &h)

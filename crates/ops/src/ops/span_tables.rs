@@ -47,7 +47,7 @@ impl SpanTables {
         let is_same =
             |(of, tables): &&(TablesKey, Rc<Self>)| *of == key && tables.places.device().same_device(device);
         let cached =
-            TABLES.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, kept)| Rc::clone(kept)));
+            TABLES.with_borrow(|cached| cached.as_ref().filter(is_same).map(|(_, cached)| Rc::clone(cached)));
         if let Some(tables) = cached {
             return Ok(tables);
         }
@@ -67,7 +67,7 @@ fn places(pieces: &[[u32; 4]], rows: usize) -> Vec<[u32; 2]> {
     for [first, len, before, _] in pieces {
         if *before != OUTSIDE {
             let here = places[*first as usize..][..*len as usize].iter_mut();
-            here.enumerate().for_each(|(i, place)| *place = [i as u32, len - 1 - i as u32]);
+            here.enumerate().for_each(|(i, distances)| *distances = [i as u32, len - 1 - i as u32]);
         }
     }
     places

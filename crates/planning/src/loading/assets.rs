@@ -51,7 +51,7 @@ pub(crate) fn unpack(name: &str) -> Result<PathBuf> {
 /// Writes a file unless it exists with the right size (the name of its folder is the digest of all
 /// contents).
 fn write_once(path: &Path, contents: &[u8]) -> Result<()> {
-    if path.metadata().is_ok_and(|found| found.len() == contents.len() as u64) {
+    if path.metadata().is_ok_and(|metadata| metadata.len() == contents.len() as u64) {
         return Ok(());
     }
     match std::str::from_utf8(contents) {

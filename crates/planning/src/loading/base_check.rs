@@ -78,7 +78,7 @@ impl BaseCheck {
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
-    /// Compares the base of the adapter in `folder` with the model `found` of shape `config`, of
+    /// Compares the base of the adapter in `folder` with the model `source` of shape `config`, of
     /// which only config.json may be on this machine. Uses a sample of the weights if they are
     /// present, else commits.
     ///
@@ -86,7 +86,7 @@ impl BaseCheck {
     /// The user's: the models differ.
     pub fn of_headers(
         folder: &Path,
-        found: &ResolvedSource,
+        source: &ResolvedSource,
         config: &ModelConfig,
         force_base: bool,
     ) -> Result<Self> {
@@ -94,8 +94,8 @@ impl BaseCheck {
         if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
-        let (named, mut config) = (found.identity(), config.clone());
-        let model = match ModelFiles::open(&found.folder) {
+        let (named, mut config) = (source.identity(), config.clone());
+        let model = match ModelFiles::open(&source.folder) {
             Ok(mut files) => {
                 model::settle(&mut config, &mut files)?;
                 named.with_config(config.semantics()).of_files(&files)?

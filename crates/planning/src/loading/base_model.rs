@@ -32,7 +32,9 @@ use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
-use crate::weights::{DigestTask, KeptTensors, ModelFiles, ModelIdentity, Stack, StackParts, StoredDtype};
+use crate::weights::{
+    DigestTask, ModelFiles, ModelIdentity, RetainedTensors, Stack, StackParts, StoredDtype,
+};
 
 /// The warning of `model.dequantize = false` for a model without a weight that it keeps.
 const KEEPS_NOTHING: &str =
@@ -42,7 +44,7 @@ const KEEPS_NOTHING: &str =
 #[derive(Debug)]
 pub struct BaseModel {
     /// The source of the model, with its folder.
-    pub found: ResolvedSource,
+    pub source: ResolvedSource,
     /// The shape and arithmetic of the model.
     pub config: ModelConfig,
     /// The weights on disk; none if they start random.
@@ -63,7 +65,7 @@ pub struct BaseModel {
     pub head_apart: bool,
     /// The tensors of the model that a written model keeps. In a resumed run, `files` are those of
     /// a checkpoint, which does not have them.
-    pub kept: KeptTensors,
+    pub retained: RetainedTensors,
 }
 
 /// The properties of a device that determine the layout of a run.
@@ -184,7 +186,7 @@ impl EngineOptions {
 
     /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
-        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, block_dtype: DType::F32 };
         EngineOptions {
             traits: DeviceTraits::of(&device),
             device,
@@ -259,12 +261,12 @@ impl BaseModel {
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
             head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
-            kept: files.as_ref().map_or_else(
-                || KeptTensors::default().named_by(config.family.class_names),
-                |files| files.kept().clone(),
+            retained: files.as_ref().map_or_else(
+                || RetainedTensors::default().named_by(config.family.class_names),
+                |files| files.retained().clone(),
             ),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
-            found: resolved,
+            source: resolved,
             config,
             files,
             format: stored.or(quantization.map(format)),
@@ -302,7 +304,7 @@ impl BaseModel {
     /// Returns the linear layers that stay unquantized: those that `quantization` skips, or those
     /// unquantized in the checkpoint.
     fn skipped_layers(&self, quantization: Option<&QuantizationSection>) -> Result<Vec<String>> {
-        let refused = || Error::user(format!("cannot quantize {}", self.found.folder.display()));
+        let refused = || Error::user(format!("cannot quantize {}", self.source.folder.display()));
         let (wanted, stored) = (quantization.map(format), self.files.as_ref().and_then(stored_format));
         if let (Some(wanted), Some(stored)) = (wanted, stored)
             && wanted != stored
@@ -343,7 +345,7 @@ impl BaseModel {
     /// # Errors
     /// The user's: the record of the original in a quantized checkpoint is malformed.
     pub fn identity(&self, seed: u64) -> Result<ModelIdentity> {
-        let named = self.found.identity().with_config(self.semantics.clone());
+        let named = self.source.identity().with_config(self.semantics.clone());
         match &self.files {
             Some(files) => named.of_files(files),
             None => {
@@ -360,7 +362,7 @@ impl BaseModel {
     /// Those of [`DigestTask::start`].
     pub fn start_digest(&self) -> Result<Option<DigestTask>> {
         let folder = assets::cache()?.join("digests");
-        self.has_weights.then(|| DigestTask::start(&self.found.folder, folder)).transpose()
+        self.has_weights.then(|| DigestTask::start(&self.source.folder, folder)).transpose()
     }
 
     /// Returns [`BaseModel::identity`] with the digest of every byte; reads them all.

@@ -37,11 +37,11 @@ pub(super) fn named_in(folder: &Path) -> Option<String> {
 }
 
 /// Collects the strings inside a value, each cut to 100 characters.
-fn texts(value: &Value, found: &mut Vec<String>) {
+fn texts(value: &Value, strings: &mut Vec<String>) {
     match value {
-        Value::String(text) => found.push(text.chars().take(100).collect()),
-        Value::Array(list) => list.iter().for_each(|value| texts(value, found)),
-        Value::Object(map) => map.values().for_each(|value| texts(value, found)),
+        Value::String(text) => strings.push(text.chars().take(100).collect()),
+        Value::Array(list) => list.iter().for_each(|value| texts(value, strings)),
+        Value::Object(map) => map.values().for_each(|value| texts(value, strings)),
         _ => {}
     }
 }

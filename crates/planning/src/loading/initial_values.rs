@@ -236,7 +236,7 @@ impl<'a> InitialValues<'a> {
             LoadTarget::F32(to) => to.copy_from_slice(&weight),
             LoadTarget::Bf16(to) => {
                 StoredElement::round(&weight, to);
-                weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
+                weight.iter_mut().zip(to).for_each(|(w, stored)| *w = stored.to_f32());
             }
             LoadTarget::Quantized(mut to) => {
                 // An adapter that changes the weights needs a base that is not quantized.
@@ -250,7 +250,7 @@ impl<'a> InitialValues<'a> {
             }
         }
         if let Some(mut lost) = wanted {
-            lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
+            lost.iter_mut().zip(&weight).for_each(|(w, stored)| *w -= stored);
             factors = Some(best(&lost)?);
         }
         let magnitude = if adapter_setup.config.spec.use_dora {

@@ -57,6 +57,7 @@ fn trainer_options(recompute: Recompute) -> TrainerOptions {
         },
         max_grad_norm: Some(1.0),
         router_aux_loss: 0.0,
+        neftune_alpha: 0.0,
         seed: 0,
         recompute,
         save_assignment: SaveAssignment::RoundRobin,
@@ -99,7 +100,7 @@ impl Case {
             reducing: GradReduceOptions {
                 accumulates: self.micro_batches as usize > RANKS,
                 dtype: self.reduce_dtype,
-                kept: DType::F32,
+                block_dtype: DType::F32,
             },
             offload: self.offload.into(),
             frozen,

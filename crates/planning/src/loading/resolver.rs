@@ -273,9 +273,9 @@ impl RangeReader for FoundWeights<'_> {
 }
 
 /// Replaces the folder of a GGUF model by that of its description.
-fn in_cache(found: ResolvedSource) -> Result<ResolvedSource> {
-    let folder = gguf_base::described(&found.folder)?;
-    Ok(ResolvedSource { folder: folder.unwrap_or(found.folder), ..found })
+fn in_cache(source: ResolvedSource) -> Result<ResolvedSource> {
+    let folder = gguf_base::described(&source.folder)?;
+    Ok(ResolvedSource { folder: folder.unwrap_or(source.folder), ..source })
 }
 
 fn local(source: &DataSource, path: &Path) -> ResolvedSource {

@@ -84,7 +84,7 @@ fn settings(
     let (modules, class) = (&model::modules(model)[..], model.family.class_names);
     let in_recipe = recipe.adapter.clone().unwrap_or_default();
     let in_adapter = in_words_of_the_recipe(&in_recipe, saved, modules);
-    let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
+    let is_written = |key: &str| recipe.written.location(SECTION, key).is_some();
     let compared = Compared {
         in_recipe: &in_recipe,
         in_adapter: &in_adapter,
@@ -203,7 +203,7 @@ impl Compared<'_> {
         let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
         let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
         for key in contradictions {
-            let origin = recipe.written.place(SECTION, key).unwrap_or_default();
+            let origin = recipe.written.location(SECTION, key).unwrap_or_default();
             // A saved adapter does not record its excluded modules, only its own.
             let is = match *key {
                 "exclude_modules" => {

@@ -27,7 +27,7 @@ impl BaseModel {
     pub fn adopt(&mut self, folder: &Path) -> Result<()> {
         let (rows, tied) = (self.config.vocab_size, self.config.tie_word_embeddings);
         self.set_rows(SavedAdapter::read(folder)?.vocab_size(rows, tied))?;
-        if let Some(tokenizer) = TokenizerFiles::of_adapter(folder, &self.found.folder)? {
+        if let Some(tokenizer) = TokenizerFiles::of_adapter(folder, &self.source.folder)? {
             self.tokenizer = tokenizer.folder;
         }
         Ok(())
@@ -38,7 +38,7 @@ impl BaseModel {
     /// # Errors
     /// It cannot be read.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        Tokenizer::load_for(&self.tokenizer, &self.found.folder)
+        Tokenizer::load_for(&self.tokenizer, &self.source.folder)
     }
 
     /// Loads the tokenizer, adds `texts` as tokens and returns their ids. The model gets rows for
@@ -75,7 +75,7 @@ impl BaseModel {
     /// The user's: the chat template cannot be read, is invalid, or differs from the adapter's.
     pub fn dataset_loader(&self, tokenizer: Tokenizer, data: &DataSection) -> Result<DatasetLoader> {
         let rows = DatasetLoader::new(tokenizer, data, self.config.vocab_size)?;
-        let of_adapter = self.tokenizer != self.found.folder;
+        let of_adapter = self.tokenizer != self.source.folder;
         let template = rows.template.as_ref().filter(|_| of_adapter);
         match template.and_then(|template| template.difference_from_own(&rows.tokenizer)) {
             None => Ok(rows),

@@ -233,7 +233,7 @@ impl StepInputs<'_> {
     /// Returns the adapter of the recipe, if the run itself has none.
     pub(crate) fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
         let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
-        let named = (self.base.found.id.as_str(), &self.base.config);
+        let named = (self.base.source.id.as_str(), &self.base.config);
         wanted.map(|adapter| AdapterSetup::from_recipe(adapter, named, self.new_tokens)).transpose()
     }
 

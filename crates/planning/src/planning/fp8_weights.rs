@@ -8,7 +8,7 @@ pub(super) struct Fp8Weights<'a> {
     /// Their names; none if no weight is multiplied so.
     pub(super) names: Option<&'a BTreeSet<String>>,
     /// True if their codes are kept; else each use quantizes them.
-    pub(super) kept: bool,
+    pub(super) keeps_codes: bool,
     /// True if a product multiplies by the scales itself; else its sums are f32.
     pub(super) scales_rows: bool,
 }

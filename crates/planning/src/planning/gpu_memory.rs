@@ -161,7 +161,7 @@ impl<'a> GpuStep<'a> {
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
             in_bf16: dtype == DType::BF16,
-            keeps_codes: fp8.kept,
+            keeps_codes: fp8.keeps_codes,
             scales_rows: fp8.scales_rows,
             has_graphs: false,
         }

@@ -261,7 +261,7 @@ impl<'a> MicroBatchTensors<'a> {
         let widths = (tokens, options.dtype);
         let fp8 = Fp8Weights {
             names: Some(options.fp8).filter(|names| !names.is_empty()),
-            kept: options.keeps_codes(),
+            keeps_codes: options.keeps_codes(),
             scales_rows: options.scales_rows,
         };
         let names = dequantized(descs, options);
@@ -409,10 +409,10 @@ pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> D
     if in_bf16 { options.kept_gradients } else { DType::F32 }
 }
 
-/// True if gradients accumulate in f32 before they are kept in `kept`. One rank on the host writes
-/// bf16 directly.
-fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
-    kept == DType::BF16 && !(options.mesh.ranks() == 1 && options.on_host)
+/// True if gradients accumulate in f32 before they are stored as `stored`. One rank on the host
+/// writes bf16 directly.
+fn rounds_from_f32(stored: DType, options: &MemoryOptions<'_>) -> bool {
+    stored == DType::BF16 && !(options.mesh.ranks() == 1 && options.on_host)
 }
 
 /// Calls `each` for every block with the adapters on it, and returns the results. Branches compute

@@ -45,8 +45,8 @@ impl Plan {
                 };
                 format!("{ranks} {} of memory; {}", units::bytes(needed), host.bound.in_words(host.limit))
             }
-            (_, Some(free)) if memory.kept() > free => {
-                let persistent = units::bytes(memory.kept());
+            (_, Some(free)) if memory.persistent_bytes() > free => {
+                let persistent = units::bytes(memory.persistent_bytes());
                 format!(
                     "a rank keeps {persistent} on its GPU; the least free memory of one is {}",
                     units::bytes(free)
@@ -89,7 +89,7 @@ fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
 
 impl MemoryPlan {
     /// Returns the bytes that a rank keeps from step to step.
-    fn kept(&self) -> u64 {
+    fn persistent_bytes(&self) -> u64 {
         [self.gradients, self.optimizer, self.nccl].into_iter().fold(self.weights, u64::saturating_add)
     }
 

@@ -60,7 +60,7 @@ pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
 /// Returns the options for summing gradients on `device`.
 pub(super) fn reducing(recipe: &Recipe, device: DeviceTraits) -> GradReduceOptions {
     let dtype = reduce_dtype(&recipe.parallel);
-    GradReduceOptions { accumulates: accumulates(recipe, device), dtype, kept: kept_gradients(recipe) }
+    GradReduceOptions { accumulates: accumulates(recipe, device), dtype, block_dtype: kept_gradients(recipe) }
 }
 
 /// Returns the strategy that `[parallel]` names for this number of ranks; none if it is open.

@@ -47,7 +47,7 @@ pub struct Plan {
     /// The adapter that trains; none: all weights train.
     pub adapter_setup: Option<AdapterSetup>,
     /// The saved adapter that the run starts from, with its location.
-    adapter_found: Option<ResolvedSource>,
+    adapter_source: Option<ResolvedSource>,
     /// The tokenizer, the chat template and the rules of `[data]`.
     pub dataset_loader: DatasetLoader,
     /// The training rows and their sources.
@@ -111,11 +111,11 @@ impl Plan {
         engine.master = parallel::master_weights(&recipe, engine.dtype)?;
         // The tokenizer of the adapter that the run starts from replaces the model's.
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
-        let adapter_found = source.map(|source| resolver.adapter(source)).transpose()?;
-        adapter_found.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
-        let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
+        let adapter_source = source.map(|source| resolver.adapter(source)).transpose()?;
+        adapter_source.as_ref().map_or(Ok(()), |source| base.adopt(&source.folder))?;
+        let saved = adapter_source.as_ref().map(|source| source.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        let named = (base.found.id.as_str(), &base.config);
+        let named = (base.source.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
         check_reference(&recipe, adapter_setup.as_ref())?;
@@ -137,14 +137,14 @@ impl Plan {
         let ParallelDecision { strategy, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
-        decided(&mut recipe, recompute, engine.dtype, strategy, base.found.commit.as_deref());
+        decided(&mut recipe, recompute, engine.dtype, strategy, base.source.commit.as_deref());
         engine.reducing = parallel::reducing(&recipe, engine.traits);
         Ok(Plan {
             recipe,
             stored_dtypes: base.stored_dtypes(),
             base,
             adapter_setup,
-            adapter_found,
+            adapter_source,
             dataset_loader,
             train,
             held_out,
@@ -296,7 +296,7 @@ impl Plan {
     /// Returns the commit of each hub repository in use, by its id in the recipe.
     pub fn commits(&self) -> BTreeMap<String, String> {
         let rows = self.held_out.iter().chain([&self.train]).flat_map(|data| &data.sources);
-        let sources = rows.chain(&self.adapter_found).chain([&self.base.found]);
+        let sources = rows.chain(&self.adapter_source).chain([&self.base.source]);
         let mut commits = BTreeMap::new();
         for (id, commit) in sources.filter_map(|source| Some((&source.id, source.commit.as_ref()?))) {
             // Training rows and held-out rows may come from two commits of a repository.

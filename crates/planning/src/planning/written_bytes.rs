@@ -15,7 +15,7 @@ pub struct StoredAs {
     /// The dtype of each tensor if the recipe says "auto"; missing names: f32, as for adapters.
     pub dtypes: BTreeMap<String, StoredDtype>,
     /// Bytes of the tensors that the result keeps from the base.
-    pub kept: u64,
+    pub retained_bytes: u64,
 }
 
 impl StoredAs {
@@ -51,7 +51,7 @@ impl WrittenBytes {
     pub fn of(descs: &[ParamDesc], recipe: &Recipe, stored: &StoredAs) -> Self {
         let layout = OptimizerOptions::from(&recipe.optimizer).state_layout();
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
-        let mut saved = WrittenBytes { checkpoint: 0, result: stored.kept };
+        let mut saved = WrittenBytes { checkpoint: 0, result: stored.retained_bytes };
         for desc in descs.iter().filter(|desc| desc.kind.trains()) {
             let elements = desc.global_elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;

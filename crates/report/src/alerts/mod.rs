@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use alert::{Alert, OutgoingAlert};
 use command::AlertCommand;
 use delivery::DeliveryThread;
-use rules::{Finding, LossSpikes, OutputRoom, ShortDisk, StallWatch, StillGradients, WaitingDevice};
+use rules::{Finding, LossSpikes, OutputSpace, ShortDisk, StallWatch, StillGradients, WaitingDevice};
 use webhook::AlertWebhook;
 
 use super::listener::{RunEnd, RunListener};
@@ -72,7 +72,7 @@ pub struct AlertOptions {
     /// Bytes of the next checkpoint.
     pub next_bytes: u64,
     /// Returns the space of the output's file system; none if the system does not give it.
-    pub room: Box<dyn FnMut() -> Option<OutputRoom>>,
+    pub disk_space: Box<dyn FnMut() -> Option<OutputSpace>>,
 }
 
 /// Updates in a row after which a skipped step is a new incident.
@@ -85,7 +85,7 @@ pub struct Alerts {
     still: StillGradients,
     waiting: WaitingDevice,
     disk: ShortDisk,
-    room: Box<dyn FnMut() -> Option<OutputRoom>>,
+    disk_space: Box<dyn FnMut() -> Option<OutputSpace>>,
     looked: Option<Instant>,
     /// Updates since the last skipped step; none if no step was skipped recently.
     updates_since_skip: Option<u64>,
@@ -167,7 +167,7 @@ impl Alerts {
     /// # Errors
     /// The address of the server or the proxy is unusable.
     pub fn start(options: AlertOptions, terminal: &Terminal) -> Result<Self> {
-        let AlertOptions { rules, file, run, host, command, webhook, next_bytes, room } = options;
+        let AlertOptions { rules, file, run, host, command, webhook, next_bytes, disk_space } = options;
         let mut couriers = Vec::new();
         couriers.extend(command.and_then(|words| DeliveryThread::start(AlertCommand::new(words), terminal)));
         if let Some(address) = webhook {
@@ -190,7 +190,7 @@ impl Alerts {
             still: StillGradients::default(),
             waiting: WaitingDevice::default(),
             disk: ShortDisk::new(next_bytes),
-            room,
+            disk_space,
             looked: None,
             updates_since_skip: None,
             stall: Arc::new(Mutex::new(StallWatch::new(LEAST_STALL))),
@@ -204,7 +204,7 @@ impl Alerts {
             return;
         }
         self.looked = Some(Instant::now());
-        if let Some(finding) = (self.room)().and_then(|room| self.disk.look(step, room)) {
+        if let Some(finding) = (self.disk_space)().and_then(|disk_space| self.disk.look(step, disk_space)) {
             locked(&self.manager).raise(AlertRule::LowDisk, step, finding, false);
         }
     }

@@ -159,7 +159,7 @@ impl WaitingDevice {
 
 /// The space of the file system that a run writes to, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OutputRoom {
+pub struct OutputSpace {
     /// Total size in bytes.
     pub total: u64,
     /// Free space in bytes.
@@ -180,16 +180,16 @@ impl ShortDisk {
     }
 
     /// Returns a finding for the space at `step` if it begins an incident.
-    pub(super) fn look(&mut self, step: u64, room: OutputRoom) -> Option<Finding> {
-        let reserve = ((room.total as f64 * FREE_SHARE) as u64).min(FREE_ENOUGH);
+    pub(super) fn look(&mut self, step: u64, space: OutputSpace) -> Option<Finding> {
+        let reserve = ((space.total as f64 * FREE_SHARE) as u64).min(FREE_ENOUGH);
         let least = reserve.max(self.next_bytes);
-        self.latch.is_news(room.free < least).then(|| Finding {
-            value: Some(room.free as f64),
+        self.latch.is_news(space.free < least).then(|| Finding {
+            value: Some(space.free as f64),
             message: format!(
                 "step {step}: {} free of {} on the disk of the output; the next checkpoint takes {}: free some space, or the \
                  run ends when the disk is full",
-                units::bytes(room.free),
-                units::bytes(room.total),
+                units::bytes(space.free),
+                units::bytes(space.total),
                 units::bytes(self.next_bytes)
             ),
         })

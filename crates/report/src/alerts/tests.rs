@@ -23,7 +23,7 @@ fn run(rules: &[AlertRule], free: u64) -> TestRun {
         command: None,
         webhook: Some(server.address.clone()),
         next_bytes: 1 << 20,
-        room: Box::new(move || Some(OutputRoom { total: 1 << 30, free })),
+        disk_space: Box::new(move || Some(OutputSpace { total: 1 << 30, free })),
     };
     let alerts = Alerts::start(options, &Terminal::plain(Verbosity::Quiet, said)).unwrap();
     TestRun { alerts, folder, server }

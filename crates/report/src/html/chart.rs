@@ -112,7 +112,7 @@ impl Axes {
         MARGIN.1 + (self.values.1 - value) / (self.values.1 - self.values.0) * PLOT.1
     }
 
-    fn place(&self, (step, value): (f64, f64)) -> String {
+    fn svg_point(&self, (step, value): (f64, f64)) -> String {
         format!("{:.1},{:.1}", self.x(step), self.y(value))
     }
 
@@ -171,17 +171,22 @@ impl Series {
     }
 
     fn drawn(&self, axes: &Axes, named: bool) -> String {
-        let places: Vec<String> = self.points.iter().map(|point| axes.place(*point)).collect();
+        let svg_points: Vec<String> = self.points.iter().map(|point| axes.svg_point(*point)).collect();
         let class = self.class;
         let shape = match &self.mark {
             Mark::Points | Mark::Ring => String::new(),
             Mark::Area(lower) => {
                 let edge = self.points.iter().zip(lower).rev();
-                let back: Vec<String> = edge.map(|(point, value)| axes.place((point.0, *value))).collect();
-                format!("<polygon class=\"{class}\" points=\"{} {}\"/>\n", places.join(" "), back.join(" "))
+                let back: Vec<String> =
+                    edge.map(|(point, value)| axes.svg_point((point.0, *value))).collect();
+                format!(
+                    "<polygon class=\"{class}\" points=\"{} {}\"/>\n",
+                    svg_points.join(" "),
+                    back.join(" ")
+                )
             }
             Mark::Line | Mark::Level => {
-                format!("<polyline class=\"{class}\" points=\"{}\"/>\n", places.join(" "))
+                format!("<polyline class=\"{class}\" points=\"{}\"/>\n", svg_points.join(" "))
             }
         };
         let shows_points = match self.mark {
@@ -259,8 +264,8 @@ fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     if low < high {
         return Some((low, high));
     }
-    let room = if low == 0.0 { 1.0 } else { low.abs() * 0.1 };
-    Some((low - room, high + room))
+    let margin = if low == 0.0 { 1.0 } else { low.abs() * 0.1 };
+    Some((low - margin, high + margin))
 }
 
 /// Returns three to seven round numbers between `low` and `high`.

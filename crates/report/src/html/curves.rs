@@ -123,7 +123,8 @@ impl<'a> Curves<'a> {
         names.into_iter().map(|name| {
             let value = |report: &StepReport| report.objective.get(name).copied().unwrap_or(f64::NAN);
             let mut lines = vec![self.line(name.clone(), value)];
-            let held_out = |report: &EvalReport| Some((report.step as f64, *report.eval_objective.get(name)?));
+            let held_out =
+                |report: &EvalReport| Some((report.step as f64, *report.eval_objective.get(name)?));
             let points: Vec<(f64, f64)> = self.shown_evals().filter_map(held_out).collect();
             if !points.is_empty() {
                 lines.push(Series { name: "held out".into(), class: "b", mark: Mark::Points, points });

@@ -100,7 +100,7 @@ pub struct DynamicMap {
     limits: [f32; 256],
     /// First code by leading bits of the magnitude, from [`DynamicMap::LEAST`], non-negative
     /// numbers first. Zeros pad it, so that every masked index is in range.
-    starts: [u8; DynamicMap::PLACES],
+    starts: [u8; DynamicMap::STARTS],
 }
 
 impl DynamicMap {
@@ -111,7 +111,7 @@ impl DynamicMap {
     /// Number of buckets up to 1, the largest number of a map.
     const BUCKETS: usize = (22 << 7) + 1;
     /// Power of two that holds the buckets of both signs.
-    const PLACES: usize = (2 * DynamicMap::BUCKETS).next_power_of_two();
+    const STARTS: usize = (2 * DynamicMap::BUCKETS).next_power_of_two();
     /// Values that are converted to codes together.
     const RUN: usize = 256;
 
@@ -165,21 +165,21 @@ impl DynamicMap {
     /// -1 to 1.
     #[inline]
     pub fn nearest(&self, x: f32) -> u8 {
-        self.code(x, Self::place(x))
+        self.code(x, Self::start_index(x))
     }
 
     /// Index of `x` in `starts`.
     #[inline(always)]
-    fn place(x: f32) -> u16 {
+    fn start_index(x: f32) -> u16 {
         let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST);
         let side = if x.is_sign_negative() { Self::BUCKETS as u32 } else { 0 };
         (leading.min(Self::BUCKETS as u32 - 1) + side) as u16
     }
 
-    /// Code of `x`, whose index in `starts` is `place`.
+    /// Code of `x`, whose index in `starts` is `start_index`.
     #[inline(always)]
-    fn code(&self, x: f32, place: u16) -> u8 {
-        let start = self.starts[usize::from(place) % Self::PLACES];
+    fn code(&self, x: f32, start_index: u16) -> u8 {
+        let start = self.starts[usize::from(start_index) % Self::STARTS];
         start + u8::from(x > self.limits[usize::from(start)])
     }
 
@@ -189,12 +189,12 @@ impl DynamicMap {
         // bitsandbytes' optimizer kernels divide here, and do not multiply by the reciprocal as for
         // 4 bits.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
-        let (mut scaled, mut places) = ([0f32; Self::RUN], [0u16; Self::RUN]);
+        let (mut scaled, mut start_indices) = ([0f32; Self::RUN], [0u16; Self::RUN]);
         for (codes, values) in codes.chunks_mut(Self::RUN).zip(values.chunks(Self::RUN)) {
             // Two loops: only the first vectorizes, look-ups do not.
-            scale(&mut scaled, &mut places, values, unit);
-            for (code, (x, place)) in codes.iter_mut().zip(scaled.iter().zip(&places)) {
-                *code = self.code(*x, *place);
+            scale(&mut scaled, &mut start_indices, values, unit);
+            for (code, (x, start_index)) in codes.iter_mut().zip(scaled.iter().zip(&start_indices)) {
+                *code = self.code(*x, *start_index);
             }
         }
         absmax
@@ -203,10 +203,10 @@ impl DynamicMap {
 
 vectorized! {
     /// Computes `values / unit`, and their indices in a dynamic map.
-    fn scale(scaled: &mut [f32], places: &mut [u16], values: &[f32], unit: f32) {
-        for ((scaled, place), value) in scaled.iter_mut().zip(places).zip(values) {
+    fn scale(scaled: &mut [f32], start_indices: &mut [u16], values: &[f32], unit: f32) {
+        for ((scaled, start_index), value) in scaled.iter_mut().zip(start_indices).zip(values) {
             *scaled = value / unit;
-            *place = DynamicMap::place(*scaled);
+            *start_index = DynamicMap::start_index(*scaled);
         }
     }
 }

@@ -18,7 +18,7 @@ impl PackedFormat {
     /// Returns the format in which a run keeps such a matrix. Zeros are stored if `has_zeros`;
     /// columns name their groups if `by_column`. `None` if the matrix is empty or has more groups
     /// than 16 bits can name, or if zeros are numbers in f32.
-    pub fn kept(&self, has_zeros: bool, by_column: bool) -> Option<GridFormat> {
+    pub fn repacked_format(&self, has_zeros: bool, by_column: bool) -> Option<GridFormat> {
         let codes = match (self.codes, self.bits) {
             (CodeLayout::E4m3, _) => GridCodes::E4m3,
             (CodeLayout::E2m1, _) => GridCodes::E2m1,
@@ -41,7 +41,8 @@ impl PackedFormat {
 }
 
 impl PackedTensor<'_> {
-    /// Rearranges the matrix into the runs of `format`, which is [`PackedFormat::kept`] of its own.
+    /// Rearranges the matrix into the runs of `format`, which is [`PackedFormat::repacked_format`]
+    /// of its own.
     ///
     /// # Panics
     /// The bytes or runs do not match the formats.
@@ -172,11 +173,11 @@ pub(super) mod tests {
     }
 
     /// Compares values of parts of a kept matrix with those of the packed one, bit for bit.
-    fn parts<T: DequantizedElement + Into<f32>>(kept: &QuantBuffer, wanted: &[f32], what: &str) {
+    fn parts<T: DequantizedElement + Into<f32>>(repacked: &QuantBuffer, wanted: &[f32], what: &str) {
         let n = wanted.len();
         for (start, len) in [(0, n), (1, n - 1), (n / 2 - 3, 7), (n - 1, 1), (0, 0), (n / 3, n / 2)] {
             let mut values = vec![T::nearest(1.0); len];
-            kept.view().dequantize(start, &mut values);
+            repacked.view().dequantize(start, &mut values);
             for (i, value) in values.into_iter().enumerate() {
                 let (ours, wanted): (f32, f32) = (value.into(), T::nearest(wanted[start + i]).into());
                 let same = ours.to_bits() == wanted.to_bits() || ours.is_nan() && wanted.is_nan();
@@ -221,7 +222,7 @@ pub(super) mod tests {
                 PackedTensor { format, codes: &codes, scales: &scales, zeros, groups: named, factor: 3e-3 };
             let mut wanted = vec![0f32; rows * columns];
             packed.decode(0..rows, 0..columns, &mut wanted);
-            let grid = format.kept(has_zeros, by_column).expect("a format");
+            let grid = format.repacked_format(has_zeros, by_column).expect("a format");
             let mut matrix = QuantBuffer::zeros(QuantFormat::Grid(grid), rows * columns);
             packed.copy_to(&grid, &mut matrix.view_mut().runs);
             parts::<f32>(&matrix, &wanted, &grid.describe());
@@ -232,9 +233,9 @@ pub(super) mod tests {
     #[test]
     fn what_16_bits_cannot_name_is_not_kept() {
         let few = format(CodeLayout::ColumnWords, 4, 1 << 16, [1, 1], ScaleDtype::F16);
-        assert!(few.kept(true, true).is_some());
+        assert!(few.repacked_format(true, true).is_some());
         let many = format(CodeLayout::ColumnWords, 4, (1 << 16) + 8, [1, 1], ScaleDtype::F16);
-        assert_eq!(many.kept(true, true), None);
-        assert_eq!(PackedFormat { rows: 0, ..few }.kept(true, true), None);
+        assert_eq!(many.repacked_format(true, true), None);
+        assert_eq!(PackedFormat { rows: 0, ..few }.repacked_format(true, true), None);
     }
 }

@@ -43,7 +43,7 @@ pub struct Buffer {
     address: usize,
     elements: usize,
     element: ElementType,
-    place: MemoryKind,
+    memory_kind: MemoryKind,
     /// Keeps the allocation, such as a tensor's storage, alive.
     _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -60,7 +60,7 @@ impl Buffer {
         element: ElementType,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Buffer { address, elements, element, place: MemoryKind::Host, _owner: owner }
+        Buffer { address, elements, element, memory_kind: MemoryKind::Host, _owner: owner }
     }
 
     /// Wraps `elements` elements at `address` in GPU memory.
@@ -74,12 +74,12 @@ impl Buffer {
         element: ElementType,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Buffer { address, elements, element, place: MemoryKind::Gpu, _owner: owner }
+        Buffer { address, elements, element, memory_kind: MemoryKind::Gpu, _owner: owner }
     }
 
     /// Owner of the memory.
-    pub fn place(&self) -> MemoryKind {
-        self.place
+    pub fn memory_kind(&self) -> MemoryKind {
+        self.memory_kind
     }
 
     /// Address of the first element.
@@ -105,7 +105,7 @@ impl Buffer {
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let device = if self.place == MemoryKind::Gpu { " on a GPU" } else { "" };
+        let device = if self.memory_kind == MemoryKind::Gpu { " on a GPU" } else { "" };
         write!(f, "{} {:?} at {:#x}{device}", self.elements, self.element, self.address)
     }
 }

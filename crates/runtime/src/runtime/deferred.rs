@@ -73,9 +73,9 @@ mod tests {
     #[test]
     fn a_failed_launch_is_the_error_of_what_follows() {
         let before = defer_by(Some(|| Err(crate::error::Error::internal("no kernel"))));
-        let found = wait_for(&Device::Cpu);
+        let outcome = wait_for(&Device::Cpu);
         defer_by(before);
-        assert_eq!(found.unwrap_err().what(), "no kernel");
+        assert_eq!(outcome.unwrap_err().what(), "no kernel");
         assert!(issue_deferred().is_ok());
     }
 }

@@ -82,7 +82,7 @@ pub fn preferred() -> Result<DeviceChoice> {
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     let DeviceChoice::Gpu(index) = choice else { return Ok(Device::Cpu) };
     let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
-    let gpu = &found(index)?;
+    let gpu = &find_gpu(index)?;
     #[cfg(feature = "cuda")]
     {
         gpu_support::check_code(gpu, candle_core::cuda_backend::kernels::UNARY.ptx())?;
@@ -120,7 +120,7 @@ pub unsafe fn set_gpu_environment() {
 }
 
 /// Returns the GPU with the number `index`, without opening it.
-fn found(index: usize) -> Result<Gpu> {
+fn find_gpu(index: usize) -> Result<Gpu> {
     let choice = DeviceChoice::Gpu(index);
     let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
     if !GPU_BUILD {
@@ -144,7 +144,7 @@ fn found(index: usize) -> Result<Gpu> {
 /// # Errors
 /// One of them is missing.
 pub fn check_gpus(numbers: &[usize]) -> Result<()> {
-    numbers.iter().try_for_each(|number| found(*number).map(drop))
+    numbers.iter().try_for_each(|number| find_gpu(*number).map(drop))
 }
 
 /// Opens the GPUs with these numbers, in their order.

@@ -49,12 +49,12 @@ fn allocated_as<T, E: Into<Error>>(
     mut make: impl FnMut() -> Result<T, E>,
 ) -> Result<T> {
     let make = || -> Result<T> { make().map_err(Into::into) };
-    let room = || {
+    let free_memory = || {
         // Deferred work holds the memory of tensors that were dropped.
         issue_deferred()?;
         make_room(device)
     };
-    requested(bytes, || with_room(kind, room, make))
+    requested(bytes, || with_room(kind, free_memory, make))
 }
 
 /// Runs `make`, which allocates on a device what the caller can do without. Returns none if the GPU
@@ -148,10 +148,10 @@ impl fmt::Display for GpuMemory {
             return write!(f, ", {free} available");
         };
         let others = self.total.saturating_sub(self.free).saturating_sub(reserved);
-        let [used, kept, others] = [used, reserved.saturating_sub(used), others].map(units::bytes);
+        let [used, cached, others] = [used, reserved.saturating_sub(used), others].map(units::bytes);
         write!(
             f,
-            ": tensors of this process hold {used}, its pool caches {kept}, other use is {others}, {free} available"
+            ": tensors of this process hold {used}, its pool caches {cached}, other use is {others}, {free} available"
         )
     }
 }
@@ -177,11 +177,11 @@ mod tests {
     fn tried(kind: PlannedFailure, failures: &[&str]) -> (Result<()>, Vec<&'static str>) {
         let calls = std::cell::RefCell::new(Vec::new());
         let mut failures = failures.iter();
-        let room = || {
+        let free_memory = || {
             calls.borrow_mut().push("room");
             Ok(())
         };
-        let made = with_room(kind, room, || {
+        let made = with_room(kind, free_memory, || {
             calls.borrow_mut().push("make");
             failures.next().map_or(Ok(()), |name| Err(Error::of_device("cannot load a kernel", name)))
         });

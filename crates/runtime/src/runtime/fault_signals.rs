@@ -51,7 +51,7 @@ static BEFORE: OnceLock<sigaction> = OnceLock::new();
 #[derive(Debug)]
 pub struct FaultGuard {
     /// Index in [`FILES`]; none if no entry was free.
-    place: Option<usize>,
+    index: Option<usize>,
     /// Text that the handler writes.
     _text: Box<str>,
 }
@@ -77,12 +77,12 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
         file.start.store(memory.start, Ordering::SeqCst);
     }
     drop(turn);
-    FaultGuard { place: index, _text: text }
+    FaultGuard { index, _text: text }
 }
 
 impl Drop for FaultGuard {
     fn drop(&mut self) {
-        let Some(index) = self.place else { return };
+        let Some(index) = self.index else { return };
         let turn = locked(&TURN);
         FILES[index].start.store(0, Ordering::SeqCst);
         drop(turn);

@@ -148,17 +148,17 @@ pub(super) fn check_fp8(gpu: &Gpu) -> Result<()> {
     check_fp8_of(&gpu.name, &format!("GPU {}", gpu.index), gpu.compute_capability)
 }
 
-/// Refuses products in fp8 on `place`, a GPU called `name`, if its compute capability, major and
+/// Refuses products in fp8 on `device`, a GPU called `name`, if its compute capability, major and
 /// minor, has none.
 ///
 /// # Errors
 /// User error with the compute capability.
-pub fn check_fp8_of(name: &str, place: &str, (major, minor): (i32, i32)) -> Result<()> {
+pub fn check_fp8_of(name: &str, device: &str, (major, minor): (i32, i32)) -> Result<()> {
     if (major, minor) >= ADA {
         return Ok(());
     }
     let what = "cannot multiply the frozen weights in fp8 (`train.base_products`)";
-    Err(Error::user(format!("{what} on {place}"))
+    Err(Error::user(format!("{what} on {device}"))
         .because(format!("the {name} has compute capability {major}.{minor}; fp8 needs 8.9"))
         .hint("remove `base_products`: products are then in bf16"))
 }

@@ -18,7 +18,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use super::cpu_tensor::PlainElement;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType};
-use crate::runtime::disk_room::DiskRoom;
+use crate::runtime::disk_space::DiskSpace;
 use crate::runtime::fault_signals::{FaultGuard, guard};
 use crate::units;
 
@@ -47,7 +47,7 @@ pub struct MappedSlice {
 
 impl MappedFile {
     /// Bytes of the file that a run of `len` values uses.
-    pub fn room(len: usize, dtype: DType) -> usize {
+    pub fn file_bytes(len: usize, dtype: DType) -> usize {
         (len * dtype.size_in_bytes()).next_multiple_of(ALIGN)
     }
 
@@ -67,7 +67,7 @@ impl MappedFile {
     pub fn create(folder: &Path, bytes: usize) -> Result<Arc<Self>> {
         let bytes = bytes.max(ALIGN);
         let file = open(folder, bytes)?;
-        let refuse = |error: io::Error| no_room(folder, bytes, error.to_string());
+        let refuse = |error: io::Error| disk_full(folder, bytes, error.to_string());
         allocate(&file, bytes).map_err(refuse)?;
         let map = MmapOptions::new().len(bytes).map_raw(&file).map_err(refuse)?;
         let start = map.as_ptr() as usize;
@@ -81,9 +81,9 @@ impl MappedFile {
     /// # Errors
     /// The file has too few bytes left.
     pub fn run(self: &Arc<Self>, len: usize, dtype: DType) -> Result<MappedSlice> {
-        let room = Self::room(len, dtype);
-        let start = self.taken.fetch_add(room, Ordering::Relaxed);
-        if start + room > self.map.len() {
+        let bytes = Self::file_bytes(len, dtype);
+        let start = self.taken.fetch_add(bytes, Ordering::Relaxed);
+        if start + bytes > self.map.len() {
             return Err(Error::internal(format!("a mapped file of {} bytes is used up", self.map.len())));
         }
         Ok(MappedSlice { file: Arc::clone(self), start, len, dtype })
@@ -206,13 +206,13 @@ fn open(folder: &Path, bytes: usize) -> Result<File> {
             .hint("set `parallel.offload_folder` to another folder")
     })?;
     // Some file systems fill the disk completely before they report an error.
-    match DiskRoom::of(&file).filter(|room| room.free < bytes as u64) {
-        Some(room) => Err(no_room(folder, bytes, format!("{} available", units::bytes(room.free)))),
+    match DiskSpace::of(&file).filter(|space| space.free < bytes as u64) {
+        Some(space) => Err(disk_full(folder, bytes, format!("{} available", units::bytes(space.free)))),
         None => Ok(file),
     }
 }
 
-fn no_room(folder: &Path, bytes: usize, why: String) -> Error {
+fn disk_full(folder: &Path, bytes: usize, why: String) -> Error {
     let size = units::bytes(bytes as u64);
     Error::new(ErrorCategory::Storage, format!("cannot reserve {size} in {}", folder.display()))
         .because(why)
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn runs_hold_what_is_written() -> Result<()> {
         let folder = tempfile::tempdir().unwrap();
-        let file = MappedFile::create(folder.path(), MappedFile::room(3, DType::F32) * 2)?;
+        let file = MappedFile::create(folder.path(), MappedFile::file_bytes(3, DType::F32) * 2)?;
         let (a, b) = (file.run(3, DType::F32)?, file.run(7, DType::U8)?);
         a.write(|values: &mut [f32]| values.copy_from_slice(&[1.0, 2.0, 3.0]))?;
         b.write(|values: &mut [u8]| values.fill(9))?;

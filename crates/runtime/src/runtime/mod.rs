@@ -11,7 +11,7 @@ pub mod deferred;
 pub mod device;
 pub mod device_memory;
 pub mod device_queue;
-pub mod disk_room;
+pub mod disk_space;
 pub mod fault_signals;
 pub mod gpu_pool;
 pub mod gpu_support;

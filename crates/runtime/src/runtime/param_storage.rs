@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn values_come_and_go() -> Result<()> {
         let folder = tempfile::tempdir().unwrap();
-        let file = MappedFile::create(folder.path(), MappedFile::room(5, DType::F32) * 3)?;
+        let file = MappedFile::create(folder.path(), MappedFile::file_bytes(5, DType::F32) * 3)?;
         let places = [
             ParamStorage::File(file.run(5, DType::F32)?),
             ParamStorage::Memory(TensorMut::zeros(5, DType::F32, &Device::Cpu)?),

@@ -108,11 +108,11 @@ unsafe fn add_to<T: Copy, S: Copy + std::ops::AddAssign>(
 ) {
     // SAFETY: by this function's contract.
     let sums = unsafe { from_raw_parts_mut(with_exposed_provenance_mut::<S>(sums), elements) };
-    for (place, piece) in pieces.iter().enumerate() {
+    for (index, piece) in pieces.iter().enumerate() {
         // SAFETY: as above.
         let piece = unsafe { from_raw_parts(with_exposed_provenance::<T>(*piece), elements) };
         let each = sums.iter_mut().zip(piece);
-        if fresh && place == 0 {
+        if fresh && index == 0 {
             each.for_each(|(sum, x)| *sum = widen(*x));
         } else {
             each.for_each(|(sum, x)| *sum += widen(*x));

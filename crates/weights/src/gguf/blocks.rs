@@ -59,12 +59,12 @@ impl BlockParts {
 
     /// Returns the bytes of all sources.
     pub(crate) fn bytes(&self) -> u64 {
-        self.sources.iter().map(|source| source.place.range.len() as u64).sum()
+        self.sources.iter().map(|source| source.span.range.len() as u64).sum()
     }
 
     /// Returns the positions of the sources after the first.
     pub(crate) fn places(&self) -> impl Iterator<Item = &ShardRange> {
-        self.sources.iter().skip(1).map(|source| &source.place)
+        self.sources.iter().skip(1).map(|source| &source.span)
     }
 
     /// Returns text that differs between any two formats of equal shape. The identity of a model
@@ -94,7 +94,7 @@ impl BlockParts {
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<()> {
         let sources: Vec<&[u8]> =
-            self.sources.iter().map(|source| bytes(&source.place)).collect::<Result<_>>()?;
+            self.sources.iter().map(|source| bytes(&source.span)).collect::<Result<_>>()?;
         let task = (VALUES / self.columns.max(1)).max(1) * self.columns.max(1);
         out.par_chunks_mut(task).enumerate().for_each(|(i, out)| {
             let mut values = vec![0f32; out.len()];
@@ -112,7 +112,7 @@ impl BlockParts {
 
     /// Returns the format in which a run keeps the parameter, if it can: blocks of whole numbers
     /// with one scale each as a grid, other blocks as they are.
-    pub(crate) fn kept(&self) -> Option<QuantFormat> {
+    pub(crate) fn run_format(&self) -> Option<QuantFormat> {
         let kind = self.kind()?;
         let alike = self.sources.iter().all(|source| source.kind == kind);
         let in_order = self.order.is_none() && !self.is_log_rate && self.added == 0.0;
@@ -135,8 +135,8 @@ impl BlockParts {
         }))
     }
 
-    /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::kept`]; `bytes`
-    /// reads a range.
+    /// Rearranges the blocks into the runs of `format`, which is [`BlockParts::run_format`];
+    /// `bytes` reads a range.
     pub(crate) fn copy_to<'a>(
         &self,
         format: QuantFormat,
@@ -145,7 +145,7 @@ impl BlockParts {
     ) -> Result<()> {
         let mut row = 0;
         for source in &self.sources {
-            let stored = bytes(&source.place)?;
+            let stored = bytes(&source.span)?;
             for at in 0..self.rows {
                 let line = row_bytes(source.kind, stored, self.source_row(at), self.columns);
                 match format {
@@ -177,8 +177,8 @@ impl BlockParts {
             } else if self.added != 0.0 {
                 values.iter_mut().for_each(|value| *value += self.added);
             }
-            let bytes = requantize(name, &values, source.kind, bytes(&source.place)?)?;
-            patches.push(Patch { place: source.place.clone(), bytes });
+            let bytes = requantize(name, &values, source.kind, bytes(&source.span)?)?;
+            patches.push(Patch { span: source.span.clone(), bytes });
         }
         Ok(patches)
     }
@@ -251,7 +251,7 @@ mod tests {
     fn interleaved_halves_are_put_apart() {
         let shard_range = ShardRange { shard: 0, range: 0..0 };
         let parts = BlockParts {
-            sources: vec![BlockSource { kind: BlockType::F32, place: shard_range }],
+            sources: vec![BlockSource { kind: BlockType::F32, span: shard_range }],
             columns: 1,
             rows: 16,
             interleaved_heads: Some(2),
@@ -272,7 +272,7 @@ mod tests {
     /// The identities of models contain this text.
     #[test]
     fn the_fingerprint_stays() {
-        let source = |kind| BlockSource { kind, place: ShardRange { shard: 0, range: 0..0 } };
+        let source = |kind| BlockSource { kind, span: ShardRange { shard: 0, range: 0..0 } };
         let sources = vec![source(BlockType::Q4K), source(BlockType::Q6K)];
         let (order, is_log_rate) = (None, false);
         let parts = BlockParts {

@@ -224,7 +224,7 @@ mod tests {
                 let bytes = encode_blocks("t", &[value; 512], 512, kind).expect("finite");
                 let values = decoded(kind, &bytes);
                 assert!(
-                    values.iter().all(|found| (found - value).abs() < 0.02),
+                    values.iter().all(|decoded| (decoded - value).abs() < 0.02),
                     "{kind} {value}: {:?}",
                     &values[..4]
                 );
@@ -293,7 +293,8 @@ mod tests {
                 assert!(bytes[..changed] == stored[..changed], "{kind}");
                 assert!(bytes[2 * changed..] == stored[2 * changed..], "{kind}");
                 let fresh = decoded(kind, &fresh(kind, &wanted));
-                let [ours, other] = [&new, &fresh].map(|found| error(&found[256..512], &wanted[256..512]));
+                let [ours, other] =
+                    [&new, &fresh].map(|encoded| error(&encoded[256..512], &wanted[256..512]));
                 assert!(ours <= other && (ours < error(&old, &wanted) || ours == 0.0), "{kind}: {ours}");
             }
         }

@@ -71,7 +71,7 @@ impl GgufFile {
 
     /// Returns whether it has a tensor, a number or a list of numbers of this name.
     pub fn has(&self, name: &str) -> bool {
-        self.place(name).is_some()
+        self.find(name).is_some()
     }
 
     /// Returns the length of a list of numbers in f32; `None` for one number and for other keys.
@@ -91,14 +91,14 @@ impl GgufFile {
     }
 
     /// Returns a tensor, a number or a list of numbers with the position of its file.
-    pub(super) fn place(&self, name: &str) -> Option<(usize, &GgufTensor)> {
+    pub(super) fn find(&self, name: &str) -> Option<(usize, &GgufTensor)> {
         let tensor = self.tensors.get(name).map(|(shard, tensor)| (*shard, tensor));
         tensor.or_else(|| self.lists.get(name).map(|list| (0, list)))
     }
 
     /// Returns the values of a small tensor.
     pub fn values(&self, name: &str) -> Option<Vec<f32>> {
-        let (shard, tensor) = self.place(name)?;
+        let (shard, tensor) = self.find(name)?;
         let mut values = vec![0.0; tensor.shape.iter().product()];
         tensor.kind.dequantize(self.shards.get(shard)?.bytes(&tensor.range)?, &mut values);
         Some(values)

@@ -99,7 +99,7 @@ fn parse_checked(file: &[u8]) -> Result<GgufHeader, String> {
     }
     let alignment = match keys.get("general.alignment") {
         None => ALIGNMENT,
-        Some(GgufValue::Integer(found)) if (1..=1 << 20).contains(found) => found.unsigned_abs(),
+        Some(GgufValue::Integer(alignment)) if (1..=1 << 20).contains(alignment) => alignment.unsigned_abs(),
         Some(other) => return Err(format!("`general.alignment` is {other:?}; accepted: 1 to 1048576")),
     };
     let mut entries = Vec::new();
@@ -107,7 +107,7 @@ fn parse_checked(file: &[u8]) -> Result<GgufHeader, String> {
         entries.push(entry(&mut reader)?);
     }
     let start = (reader.at as u64).next_multiple_of(alignment);
-    let tensors = entries.into_iter().map(|entry| place(entry, start, alignment, file.len()));
+    let tensors = entries.into_iter().map(|entry| with_range(entry, start, alignment, file.len()));
     let tensors = tensors.collect::<Result<Vec<_>, String>>()?;
     check_apart(&tensors)?;
     Ok(GgufHeader { keys, tensors, lists })
@@ -175,7 +175,7 @@ fn entry(reader: &mut HeaderReader<'_>) -> Result<Entry, String> {
 }
 
 /// Returns the tensor with its place in the file; `data` is the start of all.
-fn place(entry: Entry, data: u64, alignment: u64, file_bytes: usize) -> Result<GgufTensor, String> {
+fn with_range(entry: Entry, data: u64, alignment: u64, file_bytes: usize) -> Result<GgufTensor, String> {
     let Entry { mut tensor, start, bytes } = entry;
     let shown = clip(&tensor.name);
     if !start.is_multiple_of(alignment) {

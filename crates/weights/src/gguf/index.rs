@@ -87,7 +87,7 @@ fn sources(
     let mut sources = Vec::new();
     for (at, name) in tensors.iter().enumerate() {
         let share = order.map_or(share, |order| order.elements(at));
-        let (shard, tensor) = file.place(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
+        let (shard, tensor) = file.find(name).ok_or_else(|| format!("`{name}` is not in the file"))?;
         let stored: usize = tensor.shape.iter().product();
         let all = halves * if one_of.is_some() { tensor.shape[0] } else { 1 };
         let row = tensor.shape.last().copied().unwrap_or(1);
@@ -104,10 +104,8 @@ fn sources(
         }
         let bytes = tensor.range.len() / all;
         let start = tensor.range.start + one * bytes;
-        sources.push(BlockSource {
-            kind: tensor.kind,
-            place: ShardRange { shard, range: start..start + bytes },
-        });
+        sources
+            .push(BlockSource { kind: tensor.kind, span: ShardRange { shard, range: start..start + bytes } });
     }
     Ok(sources)
 }
@@ -127,7 +125,7 @@ fn placed(file: &GgufFile, parameter: &GgufParameter) -> Result<Placed, String> 
         // The type before quantization is unknown.
         _ => StoredDtype::BF16,
     };
-    let ShardRange { shard, range } = first.place.clone();
+    let ShardRange { shard, range } = first.span.clone();
     let info = TensorInfo {
         dtype,
         shape: shape.clone(),

@@ -6,7 +6,7 @@ use super::source::{BlockSource, decode_part, row_bytes};
 
 /// A row of a file: the tensor among the sources of the parameter, and its row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct SourceRow {
     source: u32,
     row: u32,
 }
@@ -15,7 +15,7 @@ struct Place {
 #[derive(Debug, Clone)]
 pub(super) struct FileOrder {
     /// For each row of the parameter.
-    rows: Vec<Place>,
+    rows: Vec<SourceRow>,
     /// For each column; empty: as in the parameter.
     columns: Vec<usize>,
     /// The number of heads whose matrices a source holds transposed.
@@ -41,19 +41,19 @@ impl FileOrder {
             if parameter.shape.len() < 2 { 1 } else { parameter.shape[parameter.shape.len() - 1].max(1) };
         let row = if *by_element { 1 } else { wide };
         let count = elements / row;
-        let nowhere = Place { source: u32::MAX, row: 0 };
+        let nowhere = SourceRow { source: u32::MAX, row: 0 };
         let mut order = vec![nowhere; count];
         let wrong = || format!("the order in its list is not each of {count} rows once");
         if rows.is_empty() {
-            order = (0..count as u32).map(|row| Place { source: 0, row }).collect();
+            order = (0..count as u32).map(|row| SourceRow { source: 0, row }).collect();
         }
         for (source, runs) in (0u32..).zip(rows) {
             if runs.iter().map(RowRun::count).fold(0, usize::saturating_add) > count {
                 return Err(wrong());
             }
             for (at, row) in (0u32..).zip(rows_of(runs)) {
-                let source_row = order.get_mut(row).filter(|place| **place == nowhere).ok_or_else(wrong)?;
-                *source_row = Place { source, row: at };
+                let source_row = order.get_mut(row).filter(|origin| **origin == nowhere).ok_or_else(wrong)?;
+                *source_row = SourceRow { source, row: at };
             }
         }
         if order.contains(&nowhere) {
@@ -85,7 +85,7 @@ impl FileOrder {
 
     /// Returns the number of values of source `at`.
     pub(super) fn elements(&self, at: usize) -> usize {
-        self.rows.iter().filter(|place| place.source as usize == at).count() * self.row
+        self.rows.iter().filter(|origin| origin.source as usize == at).count() * self.row
     }
 
     /// Returns the length of the rows of source `at`, whose shape is `shape`.
@@ -110,7 +110,7 @@ impl FileOrder {
             let (row, column) = (at / self.row, at % self.row);
             let count = (self.row - column).min(out.len());
             let (part, rest) = out.split_at_mut(count);
-            let Place { source, row } = self.rows[row];
+            let SourceRow { source, row } = self.rows[row];
             let (source, row) = (source as usize, row as usize);
             let (kind, bytes) = (sources[source].kind, stored[source]);
             if let Some(heads) = self.transposed[source] {
@@ -141,8 +141,8 @@ impl FileOrder {
     /// parameter: the reverse of [`FileOrder::decode`].
     pub(super) fn in_files(&self, values: &[f32], sources: usize) -> Vec<Vec<f32>> {
         let mut all: Vec<Vec<f32>> = (0..sources).map(|at| vec![0.0; self.elements(at)]).collect();
-        for (place, line) in self.rows.iter().zip(values.chunks_exact(self.row)) {
-            let (source, row) = (place.source as usize, place.row as usize);
+        for (origin, line) in self.rows.iter().zip(values.chunks_exact(self.row)) {
+            let (source, row) = (origin.source as usize, origin.row as usize);
             let to = &mut all[source];
             if let Some(heads) = self.transposed[source] {
                 let wide = to.len() / (heads * self.row).max(1);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     fn decoded(order: &FileOrder, stored: &[&[f32]], count: usize) -> Vec<f32> {
-        let source = || BlockSource { kind: BlockType::F32, place: ShardRange { shard: 0, range: 0..0 } };
+        let source = || BlockSource { kind: BlockType::F32, span: ShardRange { shard: 0, range: 0..0 } };
         let sources: Vec<BlockSource> = stored.iter().map(|_| source()).collect();
         let bytes: Vec<Vec<u8>> = stored
             .iter()

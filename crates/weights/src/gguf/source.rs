@@ -9,7 +9,7 @@ use crate::tensor_info::ShardRange;
 #[derive(Debug, Clone)]
 pub(crate) struct BlockSource {
     pub(super) kind: BlockType,
-    pub(super) place: ShardRange,
+    pub(super) span: ShardRange,
 }
 
 /// Returns the bytes of a row of `columns` values.

@@ -120,12 +120,12 @@ fn read_rows(
     {
         return Err(format!("weight_format is {:?}; accepted: 0 (rows)", (weight.bytes)(layout)));
     }
-    let companions = [Some(scales), layout].into_iter().flatten();
+    let tensors = [Some(scales), layout].into_iter().flatten();
     let parts = QuantizedParts {
         format: QuantFormat::int8_rows(columns.max(1)),
-        runs: vec![(RunMeaning::Scales, place(scales))],
+        runs: vec![(RunMeaning::Scales, range_of(scales))],
         offset: 0.0,
-        bytes: companions.chain([codes]).map(|info| info.range.len() as u64).sum(),
+        bytes: tensors.chain([codes]).map(|info| info.range.len() as u64).sum(),
     };
     // bitsandbytes makes the codes from f16 values.
     Ok((TensorInfo { dtype: StoredDtype::F16, ..codes.clone() }, parts))
@@ -158,8 +158,8 @@ fn read_four_bits(weight: &StoredWeight<'_, '_>) -> Result<(TensorInfo, Quantize
         check_map(weight, NESTED_QUANT_MAP, quant::dynamic_signed(), "nested scales")?;
     }
     let ends = [ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_QUANT_MAP];
-    let companions = ends.iter().filter_map(|end| weight.companion(end)).chain([text, codes]);
-    let bytes = companions.map(|info| info.range.len() as u64).sum();
+    let tensors = ends.iter().filter_map(|end| weight.companion(end)).chain([text, codes]);
+    let bytes = tensors.map(|info| info.range.len() as u64).sum();
     let dtype = state.stored_dtype()?;
     let parts = QuantizedParts { format: QuantFormat::FourBit(format), runs, offset, bytes };
     Ok((TensorInfo { dtype, shape: state.shape, ..codes.clone() }, parts))
@@ -209,7 +209,7 @@ fn read_scales(
             return Err("its quant_state has a nested_offset, but nested_absmax is missing".into());
         }
         floats("absmax", absmax, blocks, needs)?;
-        return Ok(StoredScales { runs: vec![(RunMeaning::Scales, place(absmax))], offset: 0.0 });
+        return Ok(StoredScales { runs: vec![(RunMeaning::Scales, range_of(absmax))], offset: 0.0 });
     };
     if absmax.dtype != StoredDtype::U8 {
         return Err(format!("absmax has dtype {} beside nested_absmax; accepted: U8", absmax.dtype));
@@ -223,7 +223,7 @@ fn read_scales(
     }
     floats("nested_absmax", outer, blocks.div_ceil(NESTED_BLOCK), &format!("{blocks} nested scales"))?;
     let offset = state.nested_offset.ok_or("its quant_state has no nested_offset")? as f32;
-    let runs = vec![(RunMeaning::ScaleCodes, place(absmax)), (RunMeaning::NestedScales, place(outer))];
+    let runs = vec![(RunMeaning::ScaleCodes, range_of(absmax)), (RunMeaning::NestedScales, range_of(outer))];
     Ok(StoredScales { runs, offset })
 }
 
@@ -293,6 +293,6 @@ fn floats(name: &str, info: &TensorInfo, wanted: usize, needs: &str) -> Result<(
     Ok(())
 }
 
-fn place(info: &TensorInfo) -> ShardRange {
+fn range_of(info: &TensorInfo) -> ShardRange {
     ShardRange { shard: info.shard, range: info.range.clone() }
 }

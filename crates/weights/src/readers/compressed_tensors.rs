@@ -128,10 +128,10 @@ impl CheckpointFormat for CompressedTensors {
             ("sparsity_config", sparsity, "null, or the format \"dense\""),
             ("transform_config", transform, "null"),
         ];
-        if let Some((key, found, accepted)) =
-            others.into_iter().find_map(|(key, found, accepted)| Some((key, found?, accepted)))
+        if let Some((key, value, accepted)) =
+            others.into_iter().find_map(|(key, value, accepted)| Some((key, value?, accepted)))
         {
-            return Err(refused(key, found, accepted));
+            return Err(refused(key, value, accepted));
         }
         let format = given("format").and_then(Value::as_str);
         let groups = given("config_groups").unwrap_or(&Value::Null);
@@ -198,14 +198,14 @@ fn scheme(at: &str, format: Option<&str>, weights: &WeightSettings) -> Result<Sc
 }
 
 fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo, StoredParts), String> {
-    let StoredCodes { info, layout, shape: [rows, columns], kind: found } = codes_of(weight)?;
+    let StoredCodes { info, layout, shape: [rows, columns], kind: codes } = codes_of(weight)?;
     let (scales, zeros) = (weight.required(SCALES)?, weight.of_module(ZEROS));
-    if found != Codes::Nvfp4 && weight.of_module(FACTOR).is_some() {
-        let name = found.name();
+    if codes != Codes::Nvfp4 && weight.of_module(FACTOR).is_some() {
+        let name = codes.name();
         return Err(format!("weight_global_scale is present, and it is stored as {name}; accepted: nvfp4"));
     }
     let mut causes = Vec::new();
-    for scheme in schemes.iter().filter(|scheme| scheme.codes == found) {
+    for scheme in schemes.iter().filter(|scheme| scheme.codes == codes) {
         let [row_block, column_block] = [(scheme.block[0], rows), (scheme.block[1], columns)]
             .map(|(block, all)| block.unwrap_or(all).max(1));
         let grid = [rows.div_ceil(row_block), columns.div_ceil(column_block)];
@@ -221,22 +221,22 @@ fn read(weight: &StoredWeight<'_, '_>, schemes: &[Scheme]) -> Result<(TensorInfo
         }
         let format = PackedFormat {
             codes: layout,
-            bits: found.bits(),
+            bits: codes.bits(),
             rows,
             columns,
             row_block,
             column_block,
             groups: grid[1],
-            scales: found.scales(scales)?,
+            scales: codes.scales(scales)?,
             zero_offset: 0,
         };
         check_zeros(&format, zeros)?;
         let indices = weight.groups(GROUPS, [columns, grid[1]], |indices| indices.contains(&-1))?;
-        let packed = weight.packed(found.name(), format, info, [Some(scales), zeros, indices])?;
-        return if found == Codes::Nvfp4 { weight.with_factor(packed, FACTOR) } else { Ok(packed) };
+        let packed = weight.packed(codes.name(), format, info, [Some(scales), zeros, indices])?;
+        return if codes == Codes::Nvfp4 { weight.with_factor(packed, FACTOR) } else { Ok(packed) };
     }
     Err(causes.into_iter().next().unwrap_or_else(|| {
-        format!("it is stored as {}, which no entry of `config_groups` describes", found.name())
+        format!("it is stored as {}, which no entry of `config_groups` describes", codes.name())
     }))
 }
 

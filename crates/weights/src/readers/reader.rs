@@ -99,15 +99,15 @@ pub(super) fn name_in<'n>(
     accepted: &[&'n str],
 ) -> Result<Option<&'n str>> {
     let Some((key, value)) = present(settings, keys) else { return Ok(None) };
-    let is_meant = |name: &&&str| value.as_str().is_some_and(|found| found.eq_ignore_ascii_case(name));
+    let is_meant = |name: &&&str| value.as_str().is_some_and(|text| text.eq_ignore_ascii_case(name));
     let quoted = || accepted.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
     accepted.iter().find(is_meant).map(|name| Some(*name)).ok_or_else(|| refused(key, value, &quoted()))
 }
 
 /// Returns the error for a setting that no reader supports.
-pub(super) fn refused(key: &str, found: impl std::fmt::Display, accepted: &str) -> Error {
+pub(super) fn refused(key: &str, value: impl std::fmt::Display, accepted: &str) -> Error {
     Error::user("the model is quantized in a way that this program does not read")
-        .because(format!("`quantization_config.{key}` is {found}; accepted: {accepted}"))
+        .because(format!("`quantization_config.{key}` is {value}; accepted: {accepted}"))
         .hint("give the model that was not quantized")
 }
 

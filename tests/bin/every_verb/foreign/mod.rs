@@ -13,7 +13,7 @@ use std::path::Path;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 
-use crate::place::Place;
+use crate::test_dir::TestDir;
 
 /// The text whose loss was measured with transformers: 39 predicted tokens of tiny-llama3.
 const TEXT: &str = r#"{"text": "Once upon a time there was a river and a town. 12 345 <b>"}"#;
@@ -24,10 +24,10 @@ const LOSS: f64 = 8.757_254;
 type Stored = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// A folder with a golden model as `model`, and the text as rows.
-fn place(model: &str) -> Place {
-    let place = Place::with_model(model);
-    place.write("rows.jsonl", TEXT);
-    place
+fn test_dir(model: &str) -> TestDir {
+    let dir = TestDir::with_model(model);
+    dir.write("rows.jsonl", TEXT);
+    dir
 }
 
 /// Changes a JSON object in a file, which may be missing.
@@ -78,34 +78,34 @@ fn noise(count: usize, scale: f64, mut state: u64) -> Vec<f64> {
 }
 
 /// Runs a command that must succeed; returns stdout and stderr.
-fn succeed(place: &Place, args: &[&str]) -> (String, String) {
-    let output = place.command(args).output().unwrap();
-    let said = place.told(&output.stderr);
+fn succeed(dir: &TestDir, args: &[&str]) -> (String, String) {
+    let output = dir.command(args).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert!(output.status.success(), "{args:?}\n{said}");
     (String::from_utf8(output.stdout).unwrap(), said)
 }
 
 /// Returns the error of a command that must fail because of its input.
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let said = place.told(&output.stderr);
+fn refused(dir: &TestDir, args: &[&str]) -> String {
+    let output = dir.command(args).output().unwrap();
+    let said = dir.told(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{args:?}\n{said}");
     said[said.find("error: ").unwrap()..].to_owned()
 }
 
 /// Returns the loss of `model`, with an adapter if `more` names one, and the warnings.
-fn loss_with(place: &Place, model: &str, more: &[&str]) -> (f64, String) {
+fn loss_with(dir: &TestDir, model: &str, more: &[&str]) -> (f64, String) {
     let args = ["eval", "--model", model, "--dataset", "rows.jsonl", "--json"];
-    let (printed, said) = succeed(place, &[&args[..], more].concat());
+    let (printed, said) = succeed(dir, &[&args[..], more].concat());
     let figures: Value = serde_json::from_str(&printed).unwrap();
     let warnings: Vec<&str> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
     (figures["loss"].as_f64().unwrap(), warnings.join("\n"))
 }
 
-fn loss(place: &Place, model: &str) -> (f64, String) {
-    loss_with(place, model, &[])
+fn loss(dir: &TestDir, model: &str) -> (f64, String) {
+    loss_with(dir, model, &[])
 }
 
-fn assert_near(found: f64, expected: f64) {
-    assert!((found - expected).abs() < 2e-6, "{found}, expected {expected}");
+fn assert_near(actual: f64, expected: f64) {
+    assert!((actual - expected).abs() < 2e-6, "{actual}, expected {expected}");
 }

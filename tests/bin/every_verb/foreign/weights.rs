@@ -3,8 +3,8 @@
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 
-use super::{LOSS, assert_near, edit, json, loss, noise, place, read, refused, rename, succeed, write};
-use crate::place::Place;
+use super::{LOSS, assert_near, edit, json, loss, noise, read, refused, rename, succeed, test_dir, write};
+use crate::test_dir::TestDir;
 
 const WEIGHTS: &str = "model/model.safetensors";
 const EVAL: [&str; 5] = ["eval", "--model", "model", "--dataset", "rows.jsonl"];
@@ -20,28 +20,28 @@ fn names_of_wrappers_and_containers_are_left_out() {
         |name| format!("actor.net.{name}"),
         |name| name.replace("mlp", "_fsdp_wrapped_module._checkpoint_wrapped_module.mlp"),
     ];
-    let place = place("tiny-llama3");
-    let original = std::fs::read(place.path(WEIGHTS)).unwrap();
+    let dir = test_dir("tiny-llama3");
+    let original = std::fs::read(dir.path(WEIGHTS)).unwrap();
     for (at, name) in names.into_iter().enumerate() {
-        std::fs::write(place.path(WEIGHTS), &original).unwrap();
-        rename(&place.path(WEIGHTS), name);
-        let (found, warnings) = loss(&place, "model");
-        assert!((found - LOSS).abs() < 2e-6, "names {at}: {found}");
+        std::fs::write(dir.path(WEIGHTS), &original).unwrap();
+        rename(&dir.path(WEIGHTS), name);
+        let (actual, warnings) = loss(&dir, "model");
+        assert!((actual - LOSS).abs() < 2e-6, "names {at}: {actual}");
         assert!(warnings.contains("tensors have names of another program: `"), "{warnings}");
     }
     // The result has the names of Hugging Face.
-    succeed(&place, &["export", "--model", "model", "--format", "hf", "--output", "plain"]);
-    assert_eq!(loss(&place, "plain"), (loss(&place, "model").0, String::new()));
+    succeed(&dir, &["export", "--model", "model", "--format", "hf", "--output", "plain"]);
+    assert_eq!(loss(&dir, "plain"), (loss(&dir, "model").0, String::new()));
 }
 
 #[test]
 fn two_names_of_one_tensor_are_refused() {
-    let place = place("tiny-llama3");
-    let mut tensors = read(&place.path(WEIGHTS));
+    let dir = test_dir("tiny-llama3");
+    let mut tensors = read(&dir.path(WEIGHTS));
     let norm = tensors["model.norm.weight"].clone();
     tensors.insert("_orig_mod.model.norm.weight".to_owned(), norm);
-    write(&place.path(WEIGHTS), &tensors);
-    insta::assert_snapshot!(refused(&place, &EVAL), @r"
+    write(&dir.path(WEIGHTS), &tensors);
+    insta::assert_snapshot!(refused(&dir, &EVAL), @r"
     error: cannot read weights in [DIR]/model
       caused by: `_orig_mod.model.norm.weight` and `model.norm.weight` are names of one tensor
     hint: save the model again with transformers, or remove one of the two
@@ -50,16 +50,16 @@ fn two_names_of_one_tensor_are_refused() {
 
 #[test]
 fn blocks_beyond_those_of_config_json_are_not_used() {
-    let place = place("tiny-llama3");
-    let mut tensors = read(&place.path(WEIGHTS));
+    let dir = test_dir("tiny-llama3");
+    let mut tensors = read(&dir.path(WEIGHTS));
     let block = tensors.clone().into_iter().filter(|(name, _)| name.contains(".layers.1."));
     for (name, tensor) in block.collect::<Vec<_>>() {
         tensors.insert(name.replace("layers.1.", "layers.2."), tensor.clone());
         tensors.insert(name.replace("model.layers.1.", "mtp.layers.0."), tensor);
     }
-    write(&place.path(WEIGHTS), &tensors);
-    let (found, warnings) = loss(&place, "model");
-    assert_near(found, LOSS);
+    write(&dir.path(WEIGHTS), &tensors);
+    let (actual, warnings) = loss(&dir, "model");
+    assert_near(actual, LOSS);
     insta::assert_snapshot!(warnings, @r"
     warning: block 2 of the weights is not used: `num_hidden_layers` of config.json is 2
     warning: 9 tensors that predict further tokens (`mtp`) are not trained; written models keep them
@@ -68,18 +68,18 @@ fn blocks_beyond_those_of_config_json_are_not_used() {
 
 #[test]
 fn a_negative_pad_token_is_none() {
-    let place = place("tiny-llama3");
-    edit(&place.path("model/config.json"), |config| config["pad_token_id"] = json!(-1));
-    assert_near(loss(&place, "model").0, LOSS);
+    let dir = test_dir("tiny-llama3");
+    edit(&dir.path("model/config.json"), |config| config["pad_token_id"] = json!(-1));
+    assert_near(loss(&dir, "model").0, LOSS);
 }
 
 #[test]
 fn an_untied_model_without_a_head_is_told() {
-    let place = place("tiny-llama3");
-    edit(&place.path("model/config.json"), |config| {
+    let dir = test_dir("tiny-llama3");
+    edit(&dir.path("model/config.json"), |config| {
         config.as_object_mut().unwrap().remove("tie_word_embeddings");
     });
-    insta::assert_snapshot!(refused(&place, &EVAL), @r#"
+    insta::assert_snapshot!(refused(&dir, &EVAL), @r#"
     error: cannot use the weights in [DIR]/model
       caused by: they hold `model.embed_tokens.weight` and no `lm_head.weight`
       caused by: config.json does not tie the two: its `tie_word_embeddings` is false, or missing and false for this family
@@ -88,78 +88,78 @@ fn an_untied_model_without_a_head_is_told() {
 }
 
 /// A tied tiny-llama3 whose file holds a different head.
-fn tied_but_apart() -> Place {
-    let place = place("tiny-llama3");
-    let mut tensors = read(&place.path(WEIGHTS));
+fn tied_but_apart() -> TestDir {
+    let dir = test_dir("tiny-llama3");
+    let mut tensors = read(&dir.path(WEIGHTS));
     let (_, shape, _) = tensors["model.embed_tokens.weight"].clone();
     let values = noise(shape.iter().product(), 0.1, 12_345);
     // Truncated to bf16.
     let bytes = values.iter().flat_map(|v| (((*v as f32).to_bits() >> 16) as u16).to_le_bytes()).collect();
     tensors.insert("lm_head.weight".to_owned(), (Dtype::BF16, shape, bytes));
-    write(&place.path(WEIGHTS), &tensors);
-    place
+    write(&dir.path(WEIGHTS), &tensors);
+    dir
 }
 
 /// The loss with that head, computed by transformers.
 const APART: f64 = 6.663_144;
 
-fn is_tied(place: &Place, folder: &str) -> Value {
-    json(&place.path(&format!("{folder}/config.json")))["tie_word_embeddings"].clone()
+fn is_tied(dir: &TestDir, folder: &str) -> Value {
+    json(&dir.path(&format!("{folder}/config.json")))["tie_word_embeddings"].clone()
 }
 
 #[test]
 fn a_head_that_differs_from_the_tied_embedding_stays() {
-    let place = tied_but_apart();
-    let (found, warnings) = loss(&place, "model");
-    assert_near(found, APART);
+    let dir = tied_but_apart();
+    let (actual, warnings) = loss(&dir, "model");
+    assert_near(actual, APART);
     insta::assert_snapshot!(warnings, @"warning: config.json ties embedding and head, but the weights hold two tables that differ: the head is `lm_head.weight` as it is stored");
-    succeed(&place, &["export", "--model", "model", "--format", "hf", "--output", "plain"]);
-    assert_near(loss(&place, "plain").0, APART);
-    succeed(&place, &["quantize", "--model", "model", "--kind", "nf4", "--output", "nf4"]);
-    assert!((loss(&place, "nf4").0 - APART).abs() < 0.1);
-    succeed(&place, &["export", "--model", "model", "--format", "gguf", "--output", "model.gguf"]);
-    let gguf = std::fs::read(place.path("model.gguf")).unwrap();
+    succeed(&dir, &["export", "--model", "model", "--format", "hf", "--output", "plain"]);
+    assert_near(loss(&dir, "plain").0, APART);
+    succeed(&dir, &["quantize", "--model", "model", "--kind", "nf4", "--output", "nf4"]);
+    assert!((loss(&dir, "nf4").0 - APART).abs() < 0.1);
+    succeed(&dir, &["export", "--model", "model", "--format", "gguf", "--output", "model.gguf"]);
+    let gguf = std::fs::read(dir.path("model.gguf")).unwrap();
     assert!(gguf.windows(13).any(|bytes| bytes == b"output.weight"));
     for folder in ["plain", "nf4"] {
-        assert_eq!(is_tied(&place, folder), false, "{folder}");
+        assert_eq!(is_tied(&dir, folder), false, "{folder}");
     }
 }
 
 #[test]
 fn a_head_that_differs_trains_apart() {
-    let place = tied_but_apart();
+    let dir = tied_but_apart();
     let train = |output: &str, more: &[&str]| {
         let args = ["--model", "model", "--dataset", "rows.jsonl", "--output", output];
         let settings = ["train.max_steps=2", "scheduler.warmup_steps=0", "optimizer.learning_rate=1e-3"];
         let set = settings.iter().flat_map(|setting| ["--set", *setting]).collect::<Vec<_>>();
-        succeed(&place, &[&args[..], &set, more].concat());
+        succeed(&dir, &[&args[..], &set, more].concat());
     };
     train("full", &[]);
     train("sharded", &["--ranks", "2"]);
     for folder in ["full", "sharded"] {
-        assert_eq!(is_tied(&place, folder), false, "{folder}");
-        assert!(loss(&place, folder).0 < APART, "{folder}");
+        assert_eq!(is_tied(&dir, folder), false, "{folder}");
+        assert!(loss(&dir, folder).0 < APART, "{folder}");
     }
     train("adapter", &["--recipe", "lora"]);
     train("adapter-on-nf4", &["--recipe", "qlora"]);
     let data = ["--verify-on", "rows.jsonl"];
     let merge = ["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"];
-    succeed(&place, &[&merge[..], &data].concat());
-    assert_eq!(is_tied(&place, "merged"), false);
-    assert!(loss(&place, "merged").0 < APART);
+    succeed(&dir, &[&merge[..], &data].concat());
+    assert_eq!(is_tied(&dir, "merged"), false);
+    assert!(loss(&dir, "merged").0 < APART);
     let export =
         ["export", "--model", "model", "--adapter", "adapter", "--format", "gguf", "--output", "a.gguf"];
-    succeed(&place, &export);
+    succeed(&dir, &export);
 }
 
 #[test]
 fn equal_tables_stay_tied() {
-    let place = place("tiny-llama3");
-    let mut tensors = read(&place.path(WEIGHTS));
+    let dir = test_dir("tiny-llama3");
+    let mut tensors = read(&dir.path(WEIGHTS));
     let table = tensors["model.embed_tokens.weight"].clone();
     tensors.insert("lm_head.weight".to_owned(), table);
-    write(&place.path(WEIGHTS), &tensors);
-    let (found, warnings) = loss(&place, "model");
-    assert_near(found, LOSS);
+    write(&dir.path(WEIGHTS), &tensors);
+    let (actual, warnings) = loss(&dir, "model");
+    assert_near(actual, LOSS);
     assert_eq!(warnings, "");
 }

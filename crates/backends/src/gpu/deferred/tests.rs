@@ -13,7 +13,7 @@ use crate::runtime::copy::{copy_into, to_host_vec};
 thread_local! {
     /// The requests of this thread: names with their last argument, and calls of graphs.
     static LOG: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-    /// The launch that fails, by its name.
+    /// The launch that fails, by its name; "graph": the next graph has no memory.
     static FAILS: RefCell<&'static str> = const { RefCell::new("") };
     /// True if graphs refuse changes.
     static REFUSES: RefCell<bool> = const { RefCell::new(false) };
@@ -46,6 +46,9 @@ impl Driver for Logger {
 
     fn graph(&'static self, requests: &[Request]) -> Result<Option<Box<dyn DeviceGraph>>> {
         log("make".to_owned());
+        if FAILS.with_borrow(|fails| *fails == "graph") {
+            return Err(Error::of_fault(DeviceFault::OutOfMemory, "no memory for a graph"));
+        }
         Ok(Some(Box::new(LoggedGraph(requests.to_vec()))))
     }
 }
@@ -121,7 +124,7 @@ fn equal_launches_are_one_call_and_changed_ones_are_changed() -> Result<()> {
     let other = [1, 0, 0, 0, 0, 0, 0, 0];
     assert_eq!(eight(&graphs, &x, other)?, lines("a", other));
     assert_eq!(eight(&graphs, &x, first)?, graph(&[], first));
-    let counts = GraphCounts { made: 1, launched: 4, requests: 32, changed: 4, one_by_one: 24 };
+    let counts = GraphCounts { made: 1, launched: 4, requests: 32, changed: 4, one_by_one: 24, refused: 0 };
     assert_eq!(graphs.counts(), counts);
     Ok(())
 }
@@ -153,8 +156,8 @@ fn other_functions_threads_memory_and_numbers_are_no_replay() -> Result<()> {
         let value = Arg { value: 7, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0, is_written: false };
         driver.launch(&kernel, LaunchShape::line(2, 32), &[Out::<f32>::all(&x)?.arg(), value])
     };
-    let found = pass(&wide)?;
-    assert_eq!((found[0].as_str(), found.last().map(String::as_str)), ("change 7", Some("a 2 7")));
+    let actual = pass(&wide)?;
+    assert_eq!((actual[0].as_str(), actual.last().map(String::as_str)), ("change 7", Some("a 2 7")));
     // Another function, and one launch more or less.
     assert_eq!(pass(&|| launch("b", &x, 7))?[0], "a 1 0");
     assert_eq!(pass(&|| Ok(()))?[0], "a 1 0");
@@ -170,11 +173,29 @@ fn a_refused_change_launches_one_by_one() -> Result<()> {
     eight(&graphs, &x, first)?;
     REFUSES.set(true);
     let second = [1, 2, 30, 4, 5, 6, 7, 8];
-    let found = eight(&graphs, &x, second)?;
+    let actual = eight(&graphs, &x, second)?;
     REFUSES.set(false);
     let wanted = ["change 2".to_owned()].into_iter().chain(lines("a", second)).chain(["make".to_owned()]);
-    assert_eq!(found, wanted.collect::<Vec<_>>());
+    assert_eq!(actual, wanted.collect::<Vec<_>>());
     assert_eq!(eight(&graphs, &x, second)?[0], "graph");
+    Ok(())
+}
+
+#[test]
+fn without_memory_for_a_graph_the_pass_goes_on_without_one() -> Result<()> {
+    let (graphs, x) = (BlockGraphs::default(), tensor());
+    let numbers = [1, 2, 3, 4, 5, 6, 7, 8];
+    assert_eq!(graphs.warning(), None);
+    FAILS.set("graph");
+    eight(&graphs, &x, numbers)?;
+    let asked = lines("a", numbers).into_iter().chain(["make".to_owned()]);
+    assert_eq!(eight(&graphs, &x, numbers)?, asked.collect::<Vec<_>>());
+    FAILS.set("");
+    // The driver is not asked again.
+    assert_eq!(eight(&graphs, &x, numbers)?, lines("a", numbers));
+    assert_eq!((graphs.counts().made, graphs.counts().refused), (0, 1));
+    assert!(graphs.warning().is_some_and(|text| text.contains("too little memory")));
+    assert_eq!(graphs.warning(), None);
     Ok(())
 }
 

@@ -286,12 +286,12 @@ impl InProcess {
     }
 
     /// Sums this rank's part of `buffer` from `fulls`, which have the data of `buffer` from byte
-    /// `place` on, and copies the other parts from `sums`, the ranks' buffers of the same length.
+    /// `offset` on, and copies the other parts from `sums`, the ranks' buffers of the same length.
     fn sum_and_share(
         &self,
         call_id: CallId,
         buffer: &Buffer,
-        place: usize,
+        offset: usize,
         fulls: &[Buffer],
         sums: &[Buffer],
         reading: ReadGuard<'_>,
@@ -303,7 +303,7 @@ impl InProcess {
         // checked. Until Summed only this rank reads the part `own` of this range in any of them,
         // so `buffer` may be inside this rank's own.
         unsafe {
-            let pieces = addresses(fulls, place + at);
+            let pieces = addresses(fulls, offset + at);
             rank_sum::ascending(buffer.element(), &pieces, own.len(), buffer.address() + at)?;
         }
         drop(reading);

@@ -44,7 +44,7 @@ impl fmt::Display for CallFingerprint {
         match (self.op, self.root) {
             (Op::Broadcast | Op::Recv, Some(root)) => write!(f, " from rank {root}"),
             (Op::Send, Some(peer)) => write!(f, " to rank {peer}"),
-            (_, Some(place)) => write!(f, " as place {place} across"),
+            (_, Some(index)) => write!(f, " as place {index} across"),
             (_, None) => Ok(()),
         }
     }

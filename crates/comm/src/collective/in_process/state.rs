@@ -170,8 +170,8 @@ impl WorldState {
         let mut places = vec![(0, 0); self.groups[call_id.group].ranks.len()];
         for members in colors.into_values() {
             let ranks = members.iter().map(|member| self.groups[call_id.group].ranks[*member]).collect();
-            for (place, member) in members.into_iter().enumerate() {
-                places[member] = (self.groups.len(), place);
+            for (index, member) in members.into_iter().enumerate() {
+                places[member] = (self.groups.len(), index);
             }
             self.groups.push(GroupState::new(ranks));
         }

@@ -39,7 +39,7 @@ impl<'a> LaunchEnvironment<'a> {
 
     /// A number of ranks, processes or hosts: at least 1.
     pub(super) fn count(&self, name: &'static str) -> Result<Option<Count>> {
-        self.number(name, 1, MAX_WORLD as u64).map(|found| found.map(|n| Count { name, value: n as usize }))
+        self.number(name, 1, MAX_WORLD as u64).map(|number| number.map(|n| Count { name, value: n as usize }))
     }
 
     /// The first of `names` that is set, as a count; see [`LaunchEnvironment::count`].

@@ -163,13 +163,14 @@ impl Launch {
             }
         }
         let launcher = launchers::torchrun(&env, flags)?;
-        let launcher = launcher.map_or_else(|| launchers::open_mpi(&env, flags), |found| Ok(Some(found)))?;
-        let launcher = launcher.map_or_else(|| slurm::slurm(&env, flags), |found| Ok(Some(found)))?;
-        let launcher = launcher.map_or_else(|| launchers::pmi(&env, flags), |found| Ok(Some(found)))?;
         let launcher =
-            launcher.map_or_else(|| launchers::kubernetes(&env, flags), |found| Ok(Some(found)))?;
+            launcher.map_or_else(|| launchers::open_mpi(&env, flags), |detected| Ok(Some(detected)))?;
+        let launcher = launcher.map_or_else(|| slurm::slurm(&env, flags), |detected| Ok(Some(detected)))?;
+        let launcher = launcher.map_or_else(|| launchers::pmi(&env, flags), |detected| Ok(Some(detected)))?;
+        let launcher =
+            launcher.map_or_else(|| launchers::kubernetes(&env, flags), |detected| Ok(Some(detected)))?;
         match launcher {
-            Some(found) => found.with_ranks(&env, ranks_here),
+            Some(detected) => detected.with_ranks(&env, ranks_here),
             None => alone(flags, &env, ranks_here),
         }
     }

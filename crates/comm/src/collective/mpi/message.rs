@@ -17,7 +17,7 @@ impl MpiCommunicator {
     pub(super) fn message(&self, op: Op, call: Call, peer: usize, buffer: &Buffer) -> Result<()> {
         check_host(call, buffer)?;
         check_peer(call, peer, self.rank, self.ranks.len())?;
-        let phase = self.member.at().place.phase;
+        let phase = self.member.at().status.phase;
         let sequence = self.state().messages.next(op, peer);
         let record = CallRecord::new(sequence, op, call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());

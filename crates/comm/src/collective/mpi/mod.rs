@@ -70,14 +70,14 @@ struct MpiRank {
 
 /// Progress of a rank.
 struct MpiPosition {
-    place: RankStatus,
+    status: RankStatus,
     /// The lowest number that none of its groups has.
     free_group: u64,
 }
 
 impl MpiRank {
     fn new(wire: &Arc<MpiTransport>, rank: usize) -> Self {
-        let at = MpiPosition { place: RankStatus::default(), free_group: 1 };
+        let at = MpiPosition { status: RankStatus::default(), free_group: 1 };
         MpiRank { wire: Arc::clone(wire), rank, at: Mutex::new(at) }
     }
 
@@ -85,8 +85,8 @@ impl MpiRank {
         locked(&self.at)
     }
 
-    fn place(&self) -> RankStatus {
-        self.at().place.clone()
+    fn status(&self) -> RankStatus {
+        self.at().status.clone()
     }
 }
 
@@ -131,7 +131,7 @@ impl MpiCommunicator {
     }
 
     fn record(&self, op: Op, call: Call) -> CallRecord {
-        let phase = self.member.at().place.phase;
+        let phase = self.member.at().status.phase;
         let mut state = self.state();
         state.sequence += 1;
         CallRecord::new(state.sequence - 1, op, call, phase)
@@ -170,7 +170,7 @@ impl MpiCommunicator {
         peers: impl Fn() -> I,
     ) -> Result<Vec<[u8; RECORD_BYTES]>> {
         self.wire().healthy()?;
-        self.member.at().place.last = Some(own.clone());
+        self.member.at().status.last = Some(own.clone());
         let size = self.ranks.len();
         let mut scratch = vec![0_u64; size * RECORD_BYTES / 8];
         for (word, bytes) in scratch[self.rank * RECORD_BYTES / 8..].iter_mut().zip(own.encode().chunks(8)) {
@@ -417,12 +417,12 @@ impl Collective for MpiCommunicator {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        self.member.at().place.phase = Some(phase);
+        self.member.at().status.phase = Some(phase);
         self.wire().healthy()
     }
 
     fn abort(&self, why: &str) {
-        self.wire().raise(&self.member.place().news(self.member.rank, why));
+        self.wire().raise(&self.member.status().news(self.member.rank, why));
     }
 }
 

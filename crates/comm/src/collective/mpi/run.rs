@@ -45,15 +45,15 @@ pub fn run_ranks<T: Send>(
     let wire = Arc::new(wire);
     armed(Stop(Arc::downgrade(&wire)));
     let first: OnceLock<RankFailure> = OnceLock::new();
-    let rank = |place: usize| {
-        let member = Arc::new(MpiRank::new(&wire, launch.rank + place));
+    let rank = |local_rank: usize| {
+        let member = Arc::new(MpiRank::new(&wire, launch.rank + local_rank));
         let world = Arc::new(MpiCommunicator::world(&member, launch.world_size));
-        let done = caught(|| work(place, world));
+        let done = caught(|| work(local_rank, world));
         if let Err(error) = &done
             && error.kind() != ErrorCategory::SavedAndStopped
             && wire.healthy().err().is_none_or(|cause| !stems_from(error, &cause))
         {
-            let (at, rank) = (member.place(), member.rank);
+            let (at, rank) = (member.status(), member.rank);
             let news = at.news(rank, &in_a_line(error));
             let own = Some((rank, in_a_line(&news)));
             first.get_or_init(|| RankFailure { error: at.around(rank, error.clone()), own });
@@ -62,12 +62,14 @@ pub fn run_ranks<T: Send>(
         done
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let start = |place| {
+        let start = |local_rank| {
             let rank = &rank;
-            rank_threads::start(scope, launch.rank + place, move || rank(place)).inspect_err(|error| {
-                first.get_or_init(|| RankFailure::of_all(launch.rank + place, error.clone()));
-                wire.raise(error);
-            })
+            rank_threads::start(scope, launch.rank + local_rank, move || rank(local_rank)).inspect_err(
+                |error| {
+                    first.get_or_init(|| RankFailure::of_all(launch.rank + local_rank, error.clone()));
+                    wire.raise(error);
+                },
+            )
         };
         let started: Vec<_> = (0..launch.ranks_here).map(start).collect();
         started.into_iter().map(rank_threads::join).collect()

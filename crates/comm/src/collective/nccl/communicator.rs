@@ -177,7 +177,7 @@ impl Communicator {
         // The library may write it later, also after an error here.
         let handle: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
         let mut config = NcclConfig::non_blocking();
-        // SAFETY: `place` is leaked, and the configuration is read before the call returns.
+        // SAFETY: `handle` is leaked, and the configuration is read before the call returns.
         let status = unsafe {
             (library.table.comm_init_rank_config)(&raw mut *handle, size, *id, rank, &raw mut config)
         };

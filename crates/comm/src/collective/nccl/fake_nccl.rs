@@ -18,7 +18,7 @@ use crate::error::Result;
 #[derive(Clone, Copy, PartialEq)]
 enum FakePost {
     Meet,
-    Split { color: c_int, place: usize },
+    Split { color: c_int, target: usize },
     Sum { from: usize, to: usize, count: usize, kind: c_int, scatter: bool },
     Gather { from: usize, to: usize, bytes: usize },
     Copy { at: usize, bytes: usize, root: c_int },
@@ -175,12 +175,12 @@ fn post(raw: RawComm, post: FakePost) -> NcclStatus {
 fn pass_on(sides: [Option<FakePost>; 2], [sender, receiver]: [usize; 2]) -> bool {
     let [
         Some(FakePost::Send { from, bytes, peer: to_rank }),
-        Some(FakePost::Recv { to, bytes: room, peer: from_rank }),
+        Some(FakePost::Recv { to, bytes: capacity, peer: from_rank }),
     ] = sides
     else {
         return false;
     };
-    let fits = (bytes, to_rank, from_rank) == (room, receiver, sender);
+    let fits = (bytes, to_rank, from_rank) == (capacity, receiver, sender);
     if fits {
         // SAFETY: tests keep the memory until the call finishes.
         unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
@@ -230,11 +230,11 @@ fn work(all: &[FakePost]) -> bool {
 fn split(all: &[FakePost]) {
     let mut groups: HashMap<c_int, (Arc<FakeGroup>, usize)> = HashMap::new();
     for post in all {
-        let FakePost::Split { color, place } = *post else { return };
+        let FakePost::Split { color, target } = *post else { return };
         let (group, rank) = groups.entry(color).or_default();
         group.posts.lock().unwrap().push(None);
         // SAFETY: the caller leaks the place.
-        unsafe { (place as *mut RawComm).write(made(group, *rank)) };
+        unsafe { (target as *mut RawComm).write(made(group, *rank)) };
         *rank += 1;
     }
 }
@@ -289,7 +289,7 @@ unsafe extern "C" fn get_last_error(_: RawComm) -> *const c_char {
 }
 
 unsafe extern "C" fn init(
-    place: *mut RawComm,
+    target: *mut RawComm,
     size: c_int,
     id: UniqueId,
     rank: c_int,
@@ -298,19 +298,19 @@ unsafe extern "C" fn init(
     let group = group_of(&id);
     group.posts.lock().unwrap().resize(size as usize, None);
     // SAFETY: as above.
-    unsafe { place.write(made(&group, rank as usize)) };
+    unsafe { target.write(made(&group, rank as usize)) };
     // SAFETY: just written.
-    post(unsafe { place.read() }, FakePost::Meet)
+    post(unsafe { target.read() }, FakePost::Meet)
 }
 
 unsafe extern "C" fn comm_split(
     raw: RawComm,
     color: c_int,
     _: c_int,
-    place: *mut RawComm,
+    target: *mut RawComm,
     _: *mut NcclConfig,
 ) -> NcclStatus {
-    post(raw, FakePost::Split { color, place: place as usize })
+    post(raw, FakePost::Split { color, target: target as usize })
 }
 
 unsafe extern "C" fn get_async_error(raw: RawComm, state: *mut NcclStatus) -> NcclStatus {

@@ -70,14 +70,14 @@ impl<D: GpuStreams> Nccl<D> {
     /// Performs this rank's side, `op`, of a message with `peer`.
     pub(super) fn message(&self, op: Op, call: Call, peer: usize, buffer: &Buffer) -> Result<()> {
         check_peer(call, peer, self.rank, self.ranks.len())?;
-        let phase = locked(&self.member.place).phase;
+        let phase = locked(&self.member.status).phase;
         let sequence = locked(&self.state).messages.next(op, peer);
         let record = CallRecord::new(sequence, op, call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());
-        locked(&self.member.place).last = Some(record.clone());
+        locked(&self.member.status).last = Some(record.clone());
         self.meet(op, peer, &record)?;
         self.count(op, buffer.bytes(), op == Op::Send);
-        if buffer.place() == MemoryKind::Host {
+        if buffer.memory_kind() == MemoryKind::Host {
             return self.message_staged(op, peer, &record, buffer);
         }
         let element = data_type(buffer.element());

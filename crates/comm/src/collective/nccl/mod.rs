@@ -104,7 +104,7 @@ struct NcclRank<D: GpuStreams> {
     abort_flag: Arc<AbortFlag>,
     /// Rank in the world.
     rank: usize,
-    place: Mutex<RankStatus>,
+    status: Mutex<RankStatus>,
 }
 
 struct NcclState<D: GpuStreams> {
@@ -142,7 +142,7 @@ struct StartedCall<D: GpuStreams> {
 
 /// Refuses data that is only partly on the GPU.
 fn check_places(call: Call, shard: &Buffer, full: &Buffer) -> Result<()> {
-    if shard.place() == full.place() {
+    if shard.memory_kind() == full.memory_kind() {
         return Ok(());
     }
     let what = format!("the shard of {call} and its data are in different memory");
@@ -167,8 +167,8 @@ impl<D: GpuStreams> Nccl<D> {
         let communicator = Communicator::meet(library, abort_flag, &id, (rank, size), deadline)?;
         let watch = Watch::start(&device, abort_flag, rank, deadline)?;
         let (nccl, abort_flag) = (Arc::clone(library), Arc::clone(abort_flag));
-        let (groups, place) = (Mutex::default(), Mutex::default());
-        let member = Arc::new(NcclRank { groups, watch, device, nccl, abort_flag, rank, place });
+        let (groups, status) = (Mutex::default(), Mutex::default());
+        let member = Arc::new(NcclRank { groups, watch, device, nccl, abort_flag, rank, status });
         Ok(Nccl {
             communicator,
             reductions: OnceLock::new(),
@@ -180,14 +180,14 @@ impl<D: GpuStreams> Nccl<D> {
     }
 
     fn record(&self, op: Op, call: Call) -> CallRecord {
-        let phase = locked(&self.member.place).phase;
+        let phase = locked(&self.member.status).phase;
         CallRecord::new(locked(&self.state).call_log.calls(), op, call, phase)
     }
 
     /// Records a call that is about to be made.
     fn log_call(&self, record: &CallRecord) {
         locked(&self.state).call_log.add(record);
-        locked(&self.member.place).last = Some(record.clone());
+        locked(&self.member.status).last = Some(record.clone());
     }
 
     /// Puts a call on a stream. A failure here is permanent: later calls return its cause.
@@ -266,7 +266,7 @@ impl<D: GpuStreams> Nccl<D> {
         for &Gather { shard, full } in gathers {
             let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
             self.log_call(&record);
-            if full.place() == MemoryKind::Host {
+            if full.memory_kind() == MemoryKind::Host {
                 self.all_gather_staged(&record, shard, full)?;
             } else {
                 last = Some(record);
@@ -304,7 +304,7 @@ impl<D: GpuStreams> Nccl<D> {
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.log_call(&record);
         self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
-        if buffer.place() == MemoryKind::Host {
+        if buffer.memory_kind() == MemoryKind::Host {
             return self.broadcast_staged(&record, root, buffer);
         }
         let at = buffer.address() as *mut c_void;
@@ -391,12 +391,12 @@ impl<D: GpuStreams> Collective for Nccl<D> {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        locked(&self.member.place).phase = Some(phase);
+        locked(&self.member.status).phase = Some(phase);
         self.member.abort_flag.check()
     }
 
     fn abort(&self, why: &str) {
-        let news = locked(&self.member.place).news(self.member.rank, why);
+        let news = locked(&self.member.status).news(self.member.rank, why);
         self.member.abort_flag.raise(news);
     }
 }

@@ -41,24 +41,24 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
     work: impl Fn(usize, Arc<Nccl<D>>) -> Result<T> + Sync,
 ) -> Result<Vec<T>, RankFailure> {
     let first: OnceLock<(usize, Error, String)> = OnceLock::new();
-    let rank = |place: usize, device: D| {
+    let rank = |local_rank: usize, device: D| {
         let rank_info = NcclRankInfo {
             id: group_info.id,
-            rank: group_info.first + place,
+            rank: group_info.first + local_rank,
             size: group_info.size,
             deadline: group_info.deadline,
         };
         let mut end = None;
         let done = rank_threads::caught(|| {
             let met = Arc::new(Nccl::connect(library, &rank_info, device, abort_flag)?);
-            work(place, Arc::clone(end.insert(met)))
+            work(local_rank, Arc::clone(end.insert(met)))
         });
         // A stop on request, which all ranks make together, is no failure.
         if let Err(error) = &done
             && error.kind() != ErrorCategory::SavedAndStopped
             && abort_flag.check().err().is_none_or(|cause| !rank_threads::stems_from(error, &cause))
         {
-            let at = end.as_ref().map(|end| locked(&end.member.place).clone()).unwrap_or_default();
+            let at = end.as_ref().map(|end| locked(&end.member.status).clone()).unwrap_or_default();
             let why = rank_threads::in_a_line(error);
             let news = at.news(rank_info.rank, &why);
             let (rank, error) = (rank_info.rank, at.around(rank_info.rank, error.clone()));
@@ -70,9 +70,9 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
         done
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let start = |(place, device)| {
+        let start = |(local_rank, device)| {
             let rank = &rank;
-            rank_threads::start(scope, group_info.first + place, move || rank(place, device))
+            rank_threads::start(scope, group_info.first + local_rank, move || rank(local_rank, device))
                 .map_err(|error| abort_flag.raise(error))
         };
         let started: Vec<_> = devices.into_iter().enumerate().map(start).collect();
@@ -113,7 +113,7 @@ pub fn run_on_gpus<T: Send>(
     };
     let gpus = devices.iter().map(one).collect::<Result<Vec<_>>>().map_err(RankFailure::heard)?;
     crate::runtime::device::share_pools(devices).map_err(RankFailure::heard)?;
-    run_ranks(library, group_info, gpus, abort_flag, |place, end| work(place, end))
+    run_ranks(library, group_info, gpus, abort_flag, |local_rank, end| work(local_rank, end))
 }
 
 /// Stand-in of [`run_ranks`] for a build without GPU support.

@@ -59,7 +59,7 @@ impl<D: GpuStreams> Nccl<D> {
         let replicas = reduction.replicas().map(same_backend::<D>).transpose()?;
         let is_open = |end: &Self| end.reductions.get().is_some();
         let all_open = is_open(self) && replicas.is_none_or(is_open);
-        if !all_open || reduction.full().place() == MemoryKind::Host {
+        if !all_open || reduction.full().memory_kind() == MemoryKind::Host {
             return self.reduce_on(CommStream::Compute, call, reduction).map(|_| None);
         }
         // Computation wrote the summed values.
@@ -97,7 +97,7 @@ impl<D: GpuStreams> Nccl<D> {
             self.compare(&record)?;
         }
         self.count(Op::AllReduce, buffer.bytes(), false);
-        if buffer.place() == MemoryKind::Host {
+        if buffer.memory_kind() == MemoryKind::Host {
             return self.all_reduce_staged(&record, buffer).map(|()| None);
         }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
@@ -122,7 +122,7 @@ impl<D: GpuStreams> Nccl<D> {
         let record = self.record(Op::ReduceScatter, call).moving(full.element(), full.elements());
         self.log_call(&record);
         self.count(Op::ReduceScatter, full.bytes(), false);
-        if full.place() == MemoryKind::Host {
+        if full.memory_kind() == MemoryKind::Host {
             return self.reduce_scatter_staged(&record, full, shard).map(|()| None);
         }
         let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);

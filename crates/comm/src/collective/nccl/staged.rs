@@ -41,7 +41,7 @@ impl<D: GpuStreams> Nccl<D> {
         let need = pass.put.end.max(pass.fetch.end);
         let reusable = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
         let (bytes, mut scratch) = match reusable {
-            Some(kept) => kept,
+            Some(reused) => reused,
             None => (need, device.scratch(need)?),
         };
         let at = device.address(&scratch);

@@ -461,8 +461,8 @@ fn group_info(
     let library = library();
     let group_info = GroupInfo { id: library.unique_id().unwrap(), first: 0, size, deadline: PATIENT };
     let devices = (0..size).map(|_| Host::default()).collect();
-    run_ranks(&library, &group_info, devices, abort_flag, |place, end| {
-        assert_eq!(place, end.rank());
+    run_ranks(&library, &group_info, devices, abort_flag, |local_rank, end| {
+        assert_eq!(local_rank, end.rank());
         work(end)
     })
 }

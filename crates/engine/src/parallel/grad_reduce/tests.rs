@@ -32,13 +32,13 @@ struct Case {
 
 impl Case {
     fn of(strategy: ShardingStrategy, segments: &[Segment]) -> Self {
-        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, block_dtype: DType::F32 };
         let (master, offload) = (MasterWeights::F32, Offload::None);
         Case { strategy, reducing, master, offload, segments: segments.to_vec() }
     }
 
     fn kept_in_bf16(self) -> Self {
-        let reducing = GradReduceOptions { kept: DType::BF16, ..self.reducing };
+        let reducing = GradReduceOptions { block_dtype: DType::BF16, ..self.reducing };
         Case { reducing, master: MasterWeights::None, ..self }
     }
 
@@ -54,7 +54,7 @@ impl Case {
             offload: &offload,
             fill_all: false,
             master: self.master,
-            kept_gradients: self.reducing.kept,
+            kept_gradients: self.reducing.block_dtype,
         };
         let bucket = |(i, segment): (usize, &Segment)| {
             let kind = ParamKind::Trainable(UpdateRule { decay: false, lr_group: LrGroup::Base });
@@ -106,12 +106,12 @@ fn late_reductions_give_the_bits_of_those_that_are_done_on_return() {
                 for (segments, micro_batches) in trainable.into_iter().flat_map(|some| [(some, 1), (some, 3)])
                 {
                     let reducing =
-                        GradReduceOptions { accumulates: micro_batches > 1, dtype, kept: DType::F32 };
+                        GradReduceOptions { accumulates: micro_batches > 1, dtype, block_dtype: DType::F32 };
                     let case = Case { reducing, offload, ..Case::of(strategy, segments) };
                     cases.push((case.clone(), micro_batches));
                     let without = case.kept_in_bf16();
                     let gradient_dtype = if micro_batches == 1 { DType::BF16 } else { DType::F32 };
-                    let reducing = GradReduceOptions { kept: gradient_dtype, ..without.reducing };
+                    let reducing = GradReduceOptions { block_dtype: gradient_dtype, ..without.reducing };
                     cases.push((Case { reducing, ..without }, micro_batches));
                 }
             }
@@ -145,7 +145,7 @@ fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
             };
             let in_bf16 = Case { offload, ..Case::of(strategy, &ALL_SEGMENTS) }.kept_in_bf16();
             let in_f32 =
-                |accumulates| GradReduceOptions { accumulates, kept: DType::F32, ..in_bf16.reducing };
+                |accumulates| GradReduceOptions { accumulates, block_dtype: DType::F32, ..in_bf16.reducing };
             let rounded = Case { reducing: in_f32(false), ..in_bf16.clone() };
             let with_masters = Case { master: MasterWeights::F32, ..rounded.clone() };
             assert_eq!(bits(&in_bf16, 1), bits(&rounded, 1), "{in_bf16:?}");
@@ -154,9 +154,9 @@ fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
             let added_up = Case { reducing: in_f32(true), ..in_bf16 };
             let with_masters = Case { master: MasterWeights::F32, ..added_up.clone() };
             let rounded = |bits: &u32| f32::to_bits(half::bf16::from_f32(f32::from_bits(*bits)).to_f32());
-            for (found, wanted) in bits(&added_up, 3).iter().zip(bits(&with_masters, 3)) {
+            for (actual, wanted) in bits(&added_up, 3).iter().zip(bits(&with_masters, 3)) {
                 let wanted = wanted[1..4].iter().map(|block| block.iter().map(rounded).collect::<Vec<_>>());
-                assert!(found[1..4].iter().cloned().eq(wanted), "{added_up:?}");
+                assert!(actual[1..4].iter().cloned().eq(wanted), "{added_up:?}");
             }
         }
     }
@@ -240,7 +240,7 @@ fn buffers_are_two_only_where_what_they_hold_is_under_way() {
         addresses_by_rank.unwrap().swap_remove(0)
     };
     let case = |strategy, dtype, offload| {
-        let reducing = GradReduceOptions { accumulates: false, dtype, kept: DType::F32 };
+        let reducing = GradReduceOptions { accumulates: false, dtype, block_dtype: DType::F32 };
         Case { reducing, offload, ..Case::of(strategy, &ALL_SEGMENTS[1..4]) }
     };
     use ShardingStrategy::{Ddp, Fsdp};

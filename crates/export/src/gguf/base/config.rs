@@ -269,8 +269,8 @@ fn windows(keys: &ArchKeys<'_>, family: &Architecture, layers: usize) -> Result<
     let pattern = keys.get("attention.sliding_window_pattern");
     let slides: Option<Vec<bool>> = match pattern {
         None => Some(by_period(period, layers)),
-        Some(GgufValue::Integer(found)) => {
-            usize::try_from(*found).ok().map(|period| by_period(period, layers))
+        Some(GgufValue::Integer(period)) => {
+            usize::try_from(*period).ok().map(|period| by_period(period, layers))
         }
         Some(_) => keys.of_layers(pattern, layers, is_set)?,
     };

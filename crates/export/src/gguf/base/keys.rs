@@ -72,8 +72,8 @@ impl<'a> ArchKeys<'a> {
     }
 
     /// Returns the error for a value that no model of the architecture has.
-    pub(super) fn refused(&self, key: &str, found: &GgufValue, accepted: &str) -> Error {
-        self.file.refused(format!("its key `{}.{key}` is {}; accepted: {accepted}", self.arch, shown(found)))
+    pub(super) fn refused(&self, key: &str, value: &GgufValue, accepted: &str) -> Error {
+        self.file.refused(format!("its key `{}.{key}` is {}; accepted: {accepted}", self.arch, shown(value)))
     }
 
     pub(super) fn size(&self, key: &str) -> Result<Option<usize>> {

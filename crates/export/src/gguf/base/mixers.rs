@@ -377,8 +377,8 @@ fn scores(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Valu
     let flag = keys.flag("expert_weights_norm")?;
     set("norm_topk_prob", facts.renormalizes.or(flag).unwrap_or(false).into());
     // Newer files name what the architecture always does.
-    if let Some((found, always)) = flag.zip(facts.renormalizes).filter(|(found, always)| found != always) {
-        return Err(keys.refused("expert_weights_norm", &GgufValue::Bool(found), &always.to_string()));
+    if let Some((flag, always)) = flag.zip(facts.renormalizes).filter(|(flag, always)| flag != always) {
+        return Err(keys.refused("expert_weights_norm", &GgufValue::Bool(flag), &always.to_string()));
     }
     let function = keys.size("expert_gating_func")?;
     if !facts.has_scores {
@@ -386,7 +386,7 @@ fn scores(keys: &ArchKeys<'_>, family: &Architecture) -> Result<Map<String, Valu
             RouterScores::Softmax => (SOFTMAX, "a softmax"),
             RouterScores::Sigmoid => (SIGMOID, "a sigmoid"),
         };
-        if let Some(other) = function.filter(|found| *found != number as usize) {
+        if let Some(other) = function.filter(|function| *function != number as usize) {
             let actual = GgufValue::Integer(other as i64);
             return Err(keys.refused("expert_gating_func", &actual, &format!("{number}, {named}")));
         }

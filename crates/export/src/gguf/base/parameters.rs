@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::places::{TensorPlace, places};
+use super::super::destinations::{TensorRows, destinations};
 use super::super::tensors::change;
 use super::keys::shown;
 use super::rope::{LLAMA3, LONG, SHORT};
@@ -46,8 +46,8 @@ fn check_list(file: &GgufFile, config: &ModelConfig, keys: &[String]) -> Result<
 
 /// Returns the entry of a parameter.
 fn parameter(file: &GgufFile, config: &ModelConfig, spec: &ParamSpec) -> GgufParameter {
-    let places = places(config, spec);
-    let mut tensors: Vec<String> = places.iter().map(|place| place.name.clone()).collect();
+    let destinations = destinations(config, spec);
+    let mut tensors: Vec<String> = destinations.iter().map(|tensor| tensor.name.clone()).collect();
     let part = match spec.part {
         ModelPart::Block { part, .. } => Some(part),
         _ => None,
@@ -57,17 +57,17 @@ fn parameter(file: &GgufFile, config: &ModelConfig, spec: &ParamSpec) -> GgufPar
     GgufParameter {
         tensors,
         expert: part.and_then(BlockPart::expert).map(usize::from),
-        position: places
+        position: destinations
             .iter()
-            .find_map(|place| if file.is_number(&place.name) { Some(0) } else { place.of_list }),
+            .find_map(|tensor| if file.is_number(&tensor.name) { Some(0) } else { tensor.of_list }),
         half,
         shape: spec.shape.clone(),
         interleaved_heads: change.interleave_heads,
         added: change.add,
-        rows: places.iter().filter_map(|place| place.rows.clone()).collect(),
-        columns: places.iter().filter_map(|place| place.columns.clone()).flatten().collect(),
-        transposed_heads: heads_of(&places),
-        by_element: places.iter().any(|place| place.by_element),
+        rows: destinations.iter().filter_map(|tensor| tensor.rows.clone()).collect(),
+        columns: destinations.iter().filter_map(|tensor| tensor.columns.clone()).flatten().collect(),
+        transposed_heads: heads_of(&destinations),
+        by_element: destinations.iter().any(|tensor| tensor.by_element),
         is_log_rate: change.is_log_rate,
     }
 }
@@ -130,7 +130,7 @@ fn skipped(
 }
 
 /// Returns the numbers of heads that tensors hold transposed; empty if none does.
-fn heads_of(places: &[TensorPlace]) -> Vec<Option<usize>> {
-    let all: Vec<Option<usize>> = places.iter().map(|place| place.transposed_heads).collect();
+fn heads_of(destinations: &[TensorRows]) -> Vec<Option<usize>> {
+    let all: Vec<Option<usize>> = destinations.iter().map(|tensor| tensor.transposed_heads).collect();
     if all.iter().all(Option::is_none) { Vec::new() } else { all }
 }

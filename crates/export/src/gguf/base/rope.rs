@@ -187,11 +187,11 @@ impl RopeKeys<'_> {
             .collect();
         let both = || divisors.iter().zip(&wavelengths);
         let fits = |high: f64, original: f64| {
-            let near = |(found, wavelength): (&f32, &f64)| {
+            let near = |(frequency, wavelength): (&f32, &f64)| {
                 // A high factor of 1 makes a step, by a division by 0.
                 let unscaled = ((original / wavelength - 1.0) / (high - 1.0)).clamp(0.0, 1.0);
                 let wanted = 1.0 / ((1.0 - unscaled) / f64::from(factor) + unscaled);
-                (f64::from(*found) / wanted - 1.0).abs() < 1e-5
+                (f64::from(*frequency) / wanted - 1.0).abs() < 1e-5
             };
             divisors.len() == self.width / 2 && both().all(near)
         };

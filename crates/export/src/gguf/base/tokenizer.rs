@@ -135,9 +135,9 @@ impl TokenizerKeys<'_> {
         self.0.key(&format!("tokenizer.ggml.{key}"))
     }
 
-    fn refused(&self, key: &str, found: &str, accepted: &str) -> crate::error::Error {
+    fn refused(&self, key: &str, value: &str, accepted: &str) -> crate::error::Error {
         let error =
-            self.0.refused(format!("its key `tokenizer.ggml.{key}` is {found}; accepted: {accepted}"));
+            self.0.refused(format!("its key `tokenizer.ggml.{key}` is {value}; accepted: {accepted}"));
         error.hint("give the Hugging Face model that the GGUF file was made from")
     }
 

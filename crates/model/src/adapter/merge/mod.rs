@@ -179,7 +179,7 @@ struct MergeFile<'a> {
     /// Its tensors, in order.
     outs: Vec<MergeOutput<'a>>,
     /// Further tensors, which stay as the base has them.
-    kept: Vec<WriteEntry>,
+    retained: Vec<WriteEntry>,
 }
 
 /// Distributes the tensors of all files over files of a Hugging Face folder.
@@ -187,7 +187,7 @@ fn in_shards(files: Vec<MergeFile<'_>>) -> Vec<MergeFile<'_>> {
     let all = files.into_iter().flat_map(|file| file.outs).map(|out| vec![out]);
     let shards = weights::split_groups(all, |out| out.entry.bytes(), SHARD_BYTES);
     let named = weights::shard_names(shards.len()).into_iter().zip(shards);
-    named.map(|(name, outs)| MergeFile { name, outs, kept: Vec::new() }).collect()
+    named.map(|(name, outs)| MergeFile { name, outs, retained: Vec::new() }).collect()
 }
 
 /// The files of the merged model.
@@ -213,7 +213,7 @@ impl<'a> MergePlan<'a> {
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
         // A file of which all tensors are skipped is not written.
         for (path, names) in base.files() {
-            let unused = base.kept().entries_of(path);
+            let unused = base.retained().entries_of(path);
             if names.is_empty() && unused.is_empty() {
                 continue;
             }
@@ -225,7 +225,7 @@ impl<'a> MergePlan<'a> {
                 let dtype = weights::output_dtype(name, base.require(stored)?.dtype, options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
-            plan.files.push(MergeFile { name: file, outs, kept: unused });
+            plan.files.push(MergeFile { name: file, outs, retained: unused });
         }
         // The files of a GGUF model are no examples for those of a folder.
         if base.is_gguf() {
@@ -247,7 +247,7 @@ impl<'a> MergePlan<'a> {
         let info = self.base.require(stored)?;
         let shape = module.map_or(&info.shape, |module| &module.shape).clone();
         let mut out = MergeOutput {
-            entry: self.base.kept().named_as_stored(WriteEntry {
+            entry: self.base.retained().named_as_stored(WriteEntry {
                 name: name.into(),
                 dtype,
                 shape,
@@ -294,7 +294,7 @@ impl<'a> MergePlan<'a> {
         let entries: Vec<WriteEntry> = self.outs().map(|out| out.entry.clone()).collect();
         ConfigChanges::for_weights(&entries)
             .untied(self.untied || self.base.head_is_apart())
-            .with_kept(self.base.kept())
+            .with_retained(self.base.retained())
     }
 
     fn outs(&self) -> impl Iterator<Item = &MergeOutput<'a>> {
@@ -304,14 +304,15 @@ impl<'a> MergePlan<'a> {
     /// Writes the weights, and their index if the base has one.
     fn write(&self, folder: &Path) -> Result<Vec<Written>> {
         let mut files = Vec::with_capacity(self.files.len() + 1);
-        for MergeFile { name, outs, kept } in &self.files {
+        for MergeFile { name, outs, retained } in &self.files {
             let by_name: BTreeMap<&str, &MergeOutput<'_>> =
                 outs.iter().map(|out| (out.entry.name.as_str(), out)).collect();
-            let entries: Vec<WriteEntry> = outs.iter().map(|out| &out.entry).chain(kept).cloned().collect();
+            let entries: Vec<WriteEntry> =
+                outs.iter().map(|out| &out.entry).chain(retained).cloned().collect();
             files.push(weights::write_file(&folder.join(name), &entries, |entry, sink| {
                 match by_name.get(entry.name.as_str()) {
                     Some(out) => self.write_tensor(out, sink),
-                    None if self.base.kept().write(entry, sink)? => Ok(()),
+                    None if self.base.retained().write(entry, sink)? => Ok(()),
                     None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
                 }
             })?);
@@ -319,7 +320,7 @@ impl<'a> MergePlan<'a> {
         if self.base.is_indexed() || self.files.len() > 1 {
             let places = self.files.iter();
             let map = places.flat_map(|file| {
-                let entries = file.outs.iter().map(|out| &out.entry).chain(&file.kept);
+                let entries = file.outs.iter().map(|out| &out.entry).chain(&file.retained);
                 entries.map(|entry| (entry, file.name.as_str()))
             });
             files.push(weights::write_index(folder, map)?);
@@ -328,7 +329,7 @@ impl<'a> MergePlan<'a> {
     }
 
     fn write_tensor(&self, out: &MergeOutput<'_>, sink: &mut TensorSink<'_>) -> Result<()> {
-        if let Some(name) = self.kept(out)? {
+        if let Some(name) = self.unchanged_name(out)? {
             for block in self.base.bytes(name)?.chunks(BLOCK) {
                 sink.write_bytes(block)?;
                 self.base.discard(name);
@@ -366,7 +367,7 @@ impl<'a> MergePlan<'a> {
     }
 
     /// Returns the base's tensor with exactly the bytes of the output.
-    fn kept<'o>(&self, out: &MergeOutput<'o>) -> Result<Option<&'o str>> {
+    fn unchanged_name<'o>(&self, out: &MergeOutput<'o>) -> Result<Option<&'o str>> {
         let ValueSource::Base(name) = out.source else { return Ok(None) };
         let info = self.base.require(name)?;
         let same = info.dtype == out.entry.dtype && info.shape == out.entry.shape;

@@ -152,7 +152,7 @@ fn token_half_backward(
     pass: LayerPass<'_>,
     (w, alt_up): (&BlockWeights, &AltUpWeights),
     saved: &BlockSaved,
-    kept: &AltUpSaved,
+    saved_streams: &AltUpSaved,
     dh: &Tensor,
     state: &mut CarriedBackward<'_>,
 ) -> Result<Tensor> {
@@ -166,9 +166,9 @@ fn token_half_backward(
     let half = MixerBackward { dout: after.backward(config, out, &dhalf, None, None)?, need_dx: true };
     let MixerGradients { dinput, pending } = w.token_mixer.backward(pass, &saved.token_mixer, half, state)?;
     let dinput = dinput.ok_or_else(|| Error::internal("a token mixer without the gradient of its input"))?;
-    let (of_laurel, pending_laurel) = alt_up.laurel.backward(pass, &kept.laurel, &dhalf)?;
+    let (of_laurel, pending_laurel) = alt_up.laurel.backward(pass, &saved_streams.laurel, &dhalf)?;
     let dnormed = add(&add(&dinput, &of_laurel)?, &dhalf)?;
-    let active = first_of(&kept.predicted, config)?;
+    let active = first_of(&saved_streams.predicted, config)?;
     let (rows, width) = active.dims2()?;
     let normed = empty(rows, width, active.dtype(), active.device())?;
     let dactive = before.backward(config, &active, &dnormed, Some(&dhalf), Some(&normed))?;
@@ -238,12 +238,12 @@ impl AltUpWeights {
         &self,
         pass: LayerPass<'_>,
         streams: &[Tensor],
-        kept: &AltUpSaved,
+        saved: &AltUpSaved,
         (dpredicted, dtype): (&[Tensor], DType),
         of_correction: PendingRouter<'_>,
     ) -> Result<Vec<Tensor>> {
         let count = self.streams;
-        let factors = columns(&kept.predict.factors)?;
+        let factors = columns(&saved.predict.factors)?;
         let mut dfactors = Vec::with_capacity(count * count);
         let mut dstreams = dpredicted.to_vec();
         for (i, d) in dpredicted.iter().enumerate() {
@@ -254,7 +254,7 @@ impl AltUpWeights {
         }
         let dfactors = join(&dfactors, dtype)?;
         let x = converted(&streams[0], dtype)?;
-        let (dx, router) = self.factors_backward(pass, (&x, &self.prediction), &kept.predict, &dfactors)?;
+        let (dx, router) = self.factors_backward(pass, (&x, &self.prediction), &saved.predict, &dfactors)?;
         router.pending.add_both(&router.inputs, of_correction.pending, &of_correction.inputs)?;
         dstreams[0] = (&dstreams[0] + converted(&dx, DType::F32)?)?;
         Ok(dstreams)
@@ -266,21 +266,21 @@ impl AltUpWeights {
         &self,
         pass: LayerPass<'_>,
         predicted: &[Tensor],
-        kept: &AltUpSaved,
+        saved: &AltUpSaved,
         dstreams: &mut [Tensor],
     ) -> Result<(Tensor, PendingRouter<'_>)> {
-        let innovation = innovation(predicted, &kept.activated)?;
-        let factors = columns(&kept.correct.factors)?;
+        let innovation = innovation(predicted, &saved.activated)?;
+        let factors = columns(&saved.correct.factors)?;
         let dfactors = dstreams.iter().map(|d| Ok((d * &innovation)?.sum_keepdim(1)?));
-        let dfactors = join(&dfactors.collect::<Result<Vec<_>>>()?, kept.activated.dtype())?;
+        let dfactors = join(&dfactors.collect::<Result<Vec<_>>>()?, saved.activated.dtype())?;
         let parts = dstreams.iter().zip(&factors);
         let parts = parts.map(|(d, factor)| Ok(d.broadcast_mul(&factor.affine(1.0, 1.0)?)?));
         let dinnovation = sum_of(&parts.collect::<Result<Vec<_>>>()?)?;
         dstreams[0] = (&dstreams[0] - &dinnovation)?;
-        let inputs = (&kept.activated, &self.correction);
-        let (of_router, pending) = self.factors_backward(pass, inputs, &kept.correct, &dfactors)?;
+        let inputs = (&saved.activated, &self.correction);
+        let (of_router, pending) = self.factors_backward(pass, inputs, &saved.correct, &dfactors)?;
         let dactivated = (dinnovation + converted(&of_router, DType::F32)?)?;
-        Ok((converted(&dactivated, kept.activated.dtype())?, pending))
+        Ok((converted(&dactivated, saved.activated.dtype())?, pending))
     }
 
     /// Returns `x: [N, D]` f32 times the factor on the corrected stream.
@@ -289,9 +289,9 @@ impl AltUpWeights {
     }
 
     /// Adds the gradient of the factor on the corrected stream, from that of its product.
-    fn add_scale_gradient(&self, predicted: &[Tensor], kept: &AltUpSaved, d: &Tensor) -> Result<()> {
+    fn add_scale_gradient(&self, predicted: &[Tensor], saved: &AltUpSaved, d: &Tensor) -> Result<()> {
         let Some(grad) = &self.output_scale.grad else { return Ok(()) };
-        let first = corrected(&predicted[..1], &kept.activated, &kept.correct)?;
+        let first = corrected(&predicted[..1], &saved.activated, &saved.correct)?;
         sum_rows(grad, ColumnView::all(&(&first[0] * d)?))
     }
 }

@@ -27,7 +27,7 @@ pub(super) static APERTUS: Architecture = Architecture {
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    if let Some(name) = keys.opt_str("hidden_act")?.filter(|found| *found != "xielu") {
+    if let Some(name) = keys.opt_str("hidden_act")?.filter(|name| *name != "xielu") {
         return Err(refused("hidden_act", format!("\"{name}\""), "xielu"));
     }
     for key in ["mlp_bias", "post_norm"] {

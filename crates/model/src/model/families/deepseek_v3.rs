@@ -141,7 +141,7 @@ fn experts(keys: &ConfigReader<'_>, defaults: &RouterDefaults) -> Result<Experts
     let is_sigmoid = defaults.scores == RouterScores::Sigmoid;
     let scores = if is_sigmoid { "sigmoid" } else { "softmax" };
     for (key, accepted) in [("topk_method", "noaux_tc"), ("scoring_func", scores)] {
-        if let Some(value) = keys.opt_str(key)?.filter(|found| *found != accepted) {
+        if let Some(value) = keys.opt_str(key)?.filter(|value| *value != accepted) {
             return Err(refused(key, format!("\"{value}\""), accepted));
         }
     }

@@ -292,9 +292,9 @@ mod tests {
         let ropes = config(&[("global_head_dim", json!(16))]).expect("a model").ropes;
         let frequency = |pair: i32| 1e6f32.powf(-2.0 * pair as f32 / 16.0);
         assert_eq!(ropes[0].inv_freq.len(), 8);
-        for (pair, found) in (0..).zip(&ropes[0].inv_freq) {
+        for (pair, actual) in (0..).zip(&ropes[0].inv_freq) {
             let expected = if pair < 2 { frequency(pair) } else { 0.0 };
-            assert!((found - expected).abs() <= 1e-6 * expected, "{pair}: {found}, expected {expected}");
+            assert!((actual - expected).abs() <= 1e-6 * expected, "{pair}: {actual}, expected {expected}");
         }
         assert_eq!(ropes[1].inv_freq.len(), 2);
     }

@@ -48,7 +48,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     for (other, read, value) in
         [("rope_theta", "rotary_emb_base", theta), ("partial_rotary_factor", "rotary_pct", partial)]
     {
-        if let Some(given) = keys.opt_f64(other)?.filter(|found| *found != value) {
+        if let Some(given) = keys.opt_f64(other)?.filter(|given| *given != value) {
             return Err(refused(other, given, &format!("{value}, as {read} says")));
         }
     }

@@ -59,7 +59,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let window = parts::window(keys, Some(128))?;
     let attention =
         AttentionMixer { qkv_bias: bias, o_bias: bias, has_sinks: true, ..parts::attention(keys, sizes)? };
-    if let Some(name) = keys.opt_str("hidden_act")?.filter(|found| !["silu", "swish"].contains(found)) {
+    if let Some(name) = keys.opt_str("hidden_act")?.filter(|name| !["silu", "swish"].contains(name)) {
         return Err(refused("hidden_act", format!("\"{name}\""), "silu, which the gate clamps"));
     }
     let experts = Experts {

@@ -20,7 +20,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let width = keys.size("intermediate_size", MOST_WIDE)?;
     let variants = [("num_shared_expert", 1), ("moe_intermediate_size", width), ("moe_layer_num_skipped", 0)];
     for (key, accepted) in variants {
-        if let Some(given) = parts::size_of_layers(keys, key)?.filter(|found| *found != accepted) {
+        if let Some(given) = parts::size_of_layers(keys, key)?.filter(|given| *given != accepted) {
             return Err(refused(key, given, &format!("{accepted}, null, no such key")));
         }
     }

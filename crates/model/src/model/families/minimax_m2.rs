@@ -57,7 +57,7 @@ fn refuse_variants(keys: &ConfigReader<'_>) -> Result<()> {
         }
     }
     for (key, accepted) in [("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")] {
-        if let Some(value) = keys.opt_str(key)?.filter(|found| *found != accepted) {
+        if let Some(value) = keys.opt_str(key)?.filter(|value| *value != accepted) {
             return Err(refused(key, format!("\"{value}\""), accepted));
         }
     }

@@ -353,7 +353,8 @@ fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists
     // The number of a GPU does not identify the device: opened anew, it has another stream.
     let is_same =
         |(of, lists): &&(ListsKey, Rc<TileLists>)| *of == key && lists.queries.device().same_device(device);
-    let cached = LISTS.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, lists)| Rc::clone(lists)));
+    let cached =
+        LISTS.with_borrow(|cached| cached.as_ref().filter(is_same).map(|(_, lists)| Rc::clone(lists)));
     if let Some(lists) = cached {
         return Ok(lists);
     }

@@ -12,6 +12,7 @@ use crate::ops::elementwise::{add, scaled, stack_rows};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::ops::xielu::{xielu, xielu_backward};
@@ -42,6 +43,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         curved(shapes),
         curved_backward(shapes),
         dropped(shapes),
+        noisy(shapes),
         residual_sum(shapes),
         scaled_copy(shapes),
         stacked_rows(shapes),
@@ -249,6 +251,17 @@ fn dropped(shapes: &BenchShapes) -> TimedOp {
     let site = Dropout { p: 0.05, stream: RngStream::new(0), first_token: 0 };
     TimedOp::moving(bytes, ("dropout", shape, shapes.dtype), move |inputs| {
         inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| dropout(x, site).map(drop))
+    })
+}
+
+fn noisy(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes, ("add_noise", shape, shapes.dtype), move |inputs| {
+        let bounds = vec![0.1; n];
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| {
+            let noise = Noise { bounds: &bounds, stream: RngStream::new(0), first_token: 0 };
+            add_noise(x, noise).map(drop)
+        })
     })
 }
 

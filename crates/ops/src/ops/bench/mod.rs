@@ -100,7 +100,7 @@ pub struct OpTiming {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AlgorithmTiming {
     /// Its place in the library's ranking, from 0.
-    pub place: usize,
+    pub index: usize,
     /// Median seconds of one run.
     pub secs: f64,
 }
@@ -236,12 +236,12 @@ impl TimedOp {
             let repeat = (self.prepare)(&BenchInputs::new(device, shapes, work))?;
             let time = MeasuringTime::of_secs(shapes.secs);
             let secs = time.secs_of_a_call(device, &repeat)?;
-            let mut fastest = AlgorithmTiming { place: 0, secs };
-            for place in 1..algorithms {
-                choose_algorithm(device, place)?;
+            let mut fastest = AlgorithmTiming { index: 0, secs };
+            for index in 1..algorithms {
+                choose_algorithm(device, index)?;
                 let secs = time.secs_of_a_call(device, &repeat)?;
                 if secs < fastest.secs {
-                    fastest = AlgorithmTiming { place, secs };
+                    fastest = AlgorithmTiming { index, secs };
                 }
             }
             let fastest = (algorithms > 1).then_some(fastest);
@@ -266,7 +266,7 @@ mod tests {
     /// A driver that computes nothing and records the places of algorithms.
     #[derive(Debug, Default)]
     struct Recorder {
-        place: Mutex<usize>,
+        index: Mutex<usize>,
         multiplied_by: Mutex<Vec<usize>>,
     }
 
@@ -276,13 +276,13 @@ mod tests {
         }
 
         fn gemm(&self, _: &Gemm) -> Result<()> {
-            let factor = *locked(&self.place);
+            let factor = *locked(&self.index);
             locked(&self.multiplied_by).push(factor);
             Ok(())
         }
 
-        fn choose_algorithm(&self, place: usize) -> Result<()> {
-            *locked(&self.place) = place;
+        fn choose_algorithm(&self, index: usize) -> Result<()> {
+            *locked(&self.index) = index;
             Ok(())
         }
     }
@@ -307,7 +307,7 @@ mod tests {
         });
         let mut places = locked(&driver.multiplied_by).clone();
         places.dedup();
-        places.push(*locked(&driver.place));
+        places.push(*locked(&driver.index));
         (timing, places)
     }
 
@@ -316,7 +316,7 @@ mod tests {
         let (timing, places) = measured("matmul", 3);
         assert_eq!(places, [0, 1, 2, 0]);
         let fastest = timing.fastest.expect("several algorithms were measured");
-        assert!(fastest.place < 3 && fastest.secs <= timing.secs, "{timing:?}");
+        assert!(fastest.index < 3 && fastest.secs <= timing.secs, "{timing:?}");
     }
 
     #[test]

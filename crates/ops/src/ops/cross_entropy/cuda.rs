@@ -61,7 +61,7 @@ impl Counted {
             return Ok(packed.into_tensor());
         }
         let mut from = vec![u32::MAX; n];
-        (0u32..).zip(&self.places).for_each(|(at, &place)| from[place] = at);
+        (0u32..).zip(&self.places).for_each(|(at, &row)| from[row] = at);
         gather(driver, &packed, &upload(&from, n, packed.device())?)
     }
 }
@@ -95,7 +95,7 @@ struct Packed {
     /// `[count]` u32: 1 where the target has the largest logit.
     hits: TensorMut,
     /// The buffer of a chunk's logits, `[rows, V]` with padding in each row.
-    room: TensorMut,
+    logits: TensorMut,
     vocab: usize,
 }
 
@@ -108,7 +108,7 @@ struct PackedChunk {
     targets: Tensor,
     losses: TensorMut,
     hits: TensorMut,
-    room: TensorMut,
+    logits: TensorMut,
     vocab: usize,
 }
 
@@ -121,7 +121,7 @@ impl Packed {
             u: output.delta.map(|delta| rows.pack(driver, delta.u)).transpose()?,
             losses: TensorMut::zeros(count, DType::F32, device)?,
             hits: TensorMut::zeros(count, DType::U32, device)?,
-            room: empty(GPU_CHUNK_ROWS.min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
+            logits: empty(GPU_CHUNK_ROWS.min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
             rows,
             vocab,
         })
@@ -129,7 +129,7 @@ impl Packed {
 
     /// Iterates over the chunks; each overwrites the logits of the previous one.
     fn chunks<'a>(&'a self, output: Output<'a>) -> impl Iterator<Item = Result<PackedChunk>> + 'a {
-        let (count, step) = (self.rows.count(), self.room.dims()[0]);
+        let (count, step) = (self.rows.count(), self.logits.dims()[0]);
         (0..count).step_by(step).map(move |start| self.chunk(start, step.min(count - start), output))
     }
 
@@ -144,7 +144,7 @@ impl Packed {
             targets: part(&self.rows.targets)?,
             losses: self.losses.narrow(0, start, len)?,
             hits: self.hits.narrow(0, start, len)?,
-            room: self.room.narrow(0, 0, len)?,
+            logits: self.logits.narrow(0, 0, len)?,
             vocab: self.vocab,
         };
         write_logits(chunk.logits(), &chunk.x, output.with_u(chunk.u.as_ref()))?;
@@ -154,11 +154,11 @@ impl Packed {
 
 impl PackedChunk {
     fn logits(&self) -> ColumnViewMut<'_> {
-        ColumnViewMut { tensor: &self.room, start: 0, len: self.vocab }
+        ColumnViewMut { tensor: &self.logits, start: 0, len: self.vocab }
     }
 
     fn pitch(&self) -> i64 {
-        self.room.dims()[1] as i64
+        self.logits.dims()[1] as i64
     }
 
     /// Turns the logits into their gradient, in bf16 or f32, times the row's entry of `scales` or

@@ -4,12 +4,12 @@
 //!
 //! ```text
 //! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),
-//!                 s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
-//! for each part:  d = scale (kept · e^(m' − m) / s − onehot),
+//!                 s = e^(m − m') s + Σ e^(l − m'),  scores = e^(l − m')
+//! for each part:  d = scale (scores · e^(m' − m) / s − onehot),
 //!                 dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
-//! Between the passes, `kept` is stored in the dtype of `x`. `d` overwrites it, rounded once, as
+//! Between the passes, `scores` is stored in the dtype of `x`. `d` overwrites it, rounded once, as
 //! autograd passes the gradient of logits to a layer of that dtype. The target's element is
 //! computed from its logit, since two numbers cancel there. A soft-cap's slope requires the logits
 //! themselves, which are stored in f32. So the logits of a part stay in a cache, the weights are
@@ -108,10 +108,10 @@ struct ChunkedLoss<'a> {
     grads: OutputGrads<'a>,
 }
 
-/// The result of the first pass over the vocabulary for a chunk of rows, part by part: `kept` as
+/// The result of the first pass over the vocabulary for a chunk of rows, part by part: `scores` as
 /// `[rows, part]`, and the `[rows]` maxima of its exponentials.
 struct FirstPass<'a, K> {
-    kept: &'a mut [K],
+    scores: &'a mut [K],
     maxima: Vec<f32>,
     states: Vec<RowState>,
 }
@@ -150,7 +150,7 @@ impl ChunkedLoss<'_> {
         x: MatView<'_, T>,
         w: &[W],
         chunk: &[usize],
-        kept: &'k mut [K],
+        scores: &'k mut [K],
     ) -> FirstPass<'k, K> {
         let (rows, vocab) = (chunk.len(), w.len() / x.cols());
         let mut maxima = vec![0f32; parts(vocab).count() * rows];
@@ -160,7 +160,7 @@ impl ChunkedLoss<'_> {
                 adapter.add_logits(logits, chunk, &part);
             }
             let len = part.len();
-            let part_logits = &mut kept[rows * part.start..rows * part.end];
+            let part_logits = &mut scores[rows * part.start..rows * part.end];
             let maxima = &mut maxima[part.start / PART * rows..][..rows];
             let work =
                 logits.par_chunks_mut(len).zip(part_logits.par_chunks_mut(len)).zip(maxima).zip(states);
@@ -177,7 +177,7 @@ impl ChunkedLoss<'_> {
                 },
             );
         });
-        FirstPass { kept, maxima, states }
+        FirstPass { scores, maxima, states }
     }
 
     /// Returns the gradients of a chunk's rows and of the adapter's inner activations; adds the
@@ -230,7 +230,7 @@ impl ChunkedLoss<'_> {
         first_pass: &'k mut FirstPass<'_, K>,
     ) -> &'k [K] {
         let (rows, len) = (chunk.len(), part.len());
-        let part_logits = &mut first_pass.kept[rows * part.start..rows * part.end];
+        let part_logits = &mut first_pass.scores[rows * part.start..rows * part.end];
         let maxima = &first_pass.maxima[part.start / PART * rows..][..rows];
         let cap = self.kind.softcap.map(|cap| cap as f32);
         let work = part_logits.par_chunks_mut(len).zip(maxima).zip(&first_pass.states);
@@ -252,8 +252,8 @@ impl ChunkedLoss<'_> {
 }
 
 vectorized! {
-    fn keep<K: FloatElement>(kept: &mut [K], row: &[f32]) {
-        kept.iter_mut().zip(row).for_each(|(kept, value)| *kept = K::nearest(*value));
+    fn keep<K: FloatElement>(scores: &mut [K], row: &[f32]) {
+        scores.iter_mut().zip(row).for_each(|(scores, value)| *scores = K::nearest(*value));
     }
 }
 

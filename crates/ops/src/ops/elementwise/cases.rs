@@ -70,14 +70,14 @@ pub(in crate::ops) fn squares_case(what: &str, shapes: Vec<Shape>) -> OpCase {
 /// another.
 pub(in crate::ops) fn into_cases(more: &str, shape: (usize, usize)) -> Vec<OpCase> {
     let mut cases = Vec::new();
-    for (kept, tolerance, what) in [
+    for (dtypes, tolerance, what) in [
         ([None, None], Tolerance::ROUNDED, "one dtype"),
         ([Some(DType::F32), None], Tolerance::ROUNDED.only_bf16(), "into f32"),
         ([None, Some(DType::F32)], Tolerance::ROUNDED.only_bf16(), "from f32"),
     ] {
         let what = format!("{what}{more}");
         let inputs = move |runner: &CaseRunner<'_>| -> Result<(OpPair, OpPair)> {
-            let [dst, x] = kept.map(|dtype| dtype.unwrap_or(runner.dtype));
+            let [dst, x] = dtypes.map(|dtype| dtype.unwrap_or(runner.dtype));
             Ok((runner.normal_as(dst, "dst", shape)?, runner.normal_as(x, "x", shape)?))
         };
         cases.push(OpCase::new("add_into", &what, tolerance, move |runner| {

@@ -107,8 +107,8 @@ pub fn combine_rows(x: &Tensor, rows: &ExpertRows, added: Option<&Tensor>) -> Re
         let of_tokens = y.par_chunks_mut(width).zip(rows.places().par_chunks(k)).enumerate();
         of_tokens.with_min_len(8).for_each_init(|| vec![0f32; width], |sum, (n, (y, places))| {
             sum.fill(0.0);
-            for place in places {
-                add_row(sum, &x[*place as usize * width..][..width]);
+            for row in places {
+                add_row(sum, &x[*row as usize * width..][..width]);
             }
             if let Some(added) = added {
                 add_row(sum, &added[n * width..][..width]);

@@ -346,13 +346,13 @@ fn side_by_side_case(runner: &CaseRunner<'_>, form: Transpose, has_dense: bool) 
         addend = Addend::Destination;
     }
     let widths = [(0, 29), (29, 48)];
-    for (place, (start, len)) in widths.into_iter().enumerate() {
+    for (index, (start, len)) in widths.into_iter().enumerate() {
         let (dst, a) = if form == Transpose::Nt {
             (ColumnViewMut { tensor: &dst.plain, start, len }, a_of(&a.plain, 2, k))
         } else {
             (ColumnViewMut::all(&dst.plain), a_of(&a.plain, 2 + start, len))
         };
-        match place {
+        match index {
             0 => quantized_reference(dst, a, &first_plain, form, addend)?,
             _ if has_dense => {
                 let dense = ColumnView::all(&dense.plain);

@@ -1,7 +1,7 @@
 //! Dequantization of a matrix into a panel for one product, by the kernels of
 //! `kernels/dequantize.cu` and, for formats of other tools, of the two files beside it.
 
-mod kept;
+mod repacked;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -93,8 +93,8 @@ pub(super) fn fill(driver: &dyn Driver, sources: &[Source<'_>], panel: &TensorMu
 /// Fills `panel`, `[out, in]` in bf16 or f32, with the values of a matrix.
 fn dequantize_whole(driver: &dyn Driver, source: &Source<'_>, panel: &Tensor) -> Result<()> {
     match &source.weight.format {
-        QuantFormat::Grid(format) => kept::grid(driver, source.weight, format, panel),
-        QuantFormat::Ggml(format) => kept::blocks(driver, source, format.kind, panel),
+        QuantFormat::Grid(format) => repacked::grid(driver, source.weight, format, panel),
+        QuantFormat::Ggml(format) => repacked::blocks(driver, source, format.kind, panel),
         _ => dequantize_from(driver, source, 0, panel),
     }
 }

@@ -106,9 +106,8 @@ impl ProbeDump {
                 "{name} has another number of registers or threads: record the older dump again"
             ));
         }
-        let pairs = || {
-            actual.words.iter().zip(&wanted.words).map(|(&actual, &wanted)| Word { found: actual, wanted })
-        };
+        let pairs =
+            || actual.words.iter().zip(&wanted.words).map(|(&actual, &wanted)| Word { actual, wanted });
         let wrong = |(_, word): &(usize, Word)| !word.agrees(one.agreement);
         let (at, first) = pairs().enumerate().find(wrong)?;
         let count = pairs().enumerate().filter(wrong).count();
@@ -126,17 +125,17 @@ impl ProbeDump {
 /// A found word and the recorded one.
 #[derive(Debug, Clone, Copy)]
 struct Word {
-    found: u32,
+    actual: u32,
     wanted: u32,
 }
 
 impl Word {
     fn agrees(self, agreement: Agreement) -> bool {
-        let [found, wanted] = [self.found, self.wanted].map(f32::from_bits);
+        let [actual, wanted] = [self.actual, self.wanted].map(f32::from_bits);
         match agreement {
-            Agreement::Bits => self.found == self.wanted,
-            _ if found.is_nan() || wanted.is_nan() => found.is_nan() && wanted.is_nan(),
-            Agreement::Number => self.found == self.wanted,
+            Agreement::Bits => self.actual == self.wanted,
+            _ if actual.is_nan() || wanted.is_nan() => actual.is_nan() && wanted.is_nan(),
+            Agreement::Number => self.actual == self.wanted,
             Agreement::Ulps(ulps) => self.ulps_apart().is_some_and(|apart| apart <= ulps),
         }
     }
@@ -144,11 +143,11 @@ impl Word {
     /// Returns the distance in units in the last place; none across zero, since the sign is
     /// specified.
     fn ulps_apart(self) -> Option<u32> {
-        (self.found >> 31 == self.wanted >> 31).then(|| self.found.abs_diff(self.wanted))
+        (self.actual >> 31 == self.wanted >> 31).then(|| self.actual.abs_diff(self.wanted))
     }
 
     fn what(self, agreement: Agreement) -> String {
-        let Word { found, wanted } = self;
+        let Word { actual, wanted } = self;
         let text = |bits: u32| match agreement {
             Agreement::Bits => format!("{bits:#010x}"),
             _ => format!("{bits:#010x} ({:e})", f32::from_bits(bits)),
@@ -159,6 +158,6 @@ impl Word {
             }
             _ => String::new(),
         };
-        format!("holds {}, recorded: {}{apart}", text(found), text(wanted))
+        format!("holds {}, recorded: {}{apart}", text(actual), text(wanted))
     }
 }

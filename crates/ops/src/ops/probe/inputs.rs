@@ -12,7 +12,7 @@ const N: usize = 8;
 
 /// A position in a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Element {
     pub(super) row: usize,
     pub(super) col: usize,
 }
@@ -20,23 +20,23 @@ pub(super) struct Place {
 /// Returns the position of value `i` of 8 of a lane's `a`: PTX ISA, "Matrix Fragments for
 /// mma.m16n8k16 with floating point type", which calls `lane / 4` the group and `lane % 4` the
 /// thread in it. Two values share a register, the first in its low half.
-pub(super) fn place_in_a(lane: usize, i: usize) -> Place {
+pub(super) fn place_in_a(lane: usize, i: usize) -> Element {
     let lower = matches!(i, 0 | 1 | 4 | 5);
     let row = if lower { lane / 4 } else { lane / 4 + 8 };
     let col = lane % 4 * 2 + (i & 1);
-    Place { row, col: if i < 4 { col } else { col + 8 } }
+    Element { row, col: if i < 4 { col } else { col + 8 } }
 }
 
 /// Returns the position of value `i` of 4 of a lane's `b`.
-pub(super) fn place_in_b(lane: usize, i: usize) -> Place {
+pub(super) fn place_in_b(lane: usize, i: usize) -> Element {
     let row = lane % 4 * 2 + (i & 1);
-    Place { row: if i < 2 { row } else { row + 8 }, col: lane / 4 }
+    Element { row: if i < 2 { row } else { row + 8 }, col: lane / 4 }
 }
 
 /// Returns the position of value `i` of 4 of a lane's sums, one register each.
-pub(super) fn place_in_sums(lane: usize, i: usize) -> Place {
+pub(super) fn place_in_sums(lane: usize, i: usize) -> Element {
     let row = if i < 2 { lane / 4 } else { lane / 4 + 8 };
-    Place { row, col: lane % 4 * 2 + (i & 1) }
+    Element { row, col: lane % 4 * 2 + (i & 1) }
 }
 
 /// Operands of one product. All sums are integers below 2^24, so no order of addition rounds.
@@ -100,7 +100,7 @@ pub(super) fn mma() -> Vec<u32> {
     let mut words = Vec::new();
     for case in &MMA_CASES {
         for lane in 0..LANES {
-            let at = |of: fn(usize, usize) -> f32, place: Place| of(place.row, place.col);
+            let at = |of: fn(usize, usize) -> f32, element: Element| of(element.row, element.col);
             for r in 0..4 {
                 let [low, high] = [0, 1].map(|half| at(case.a, place_in_a(lane, 2 * r + half)));
                 words.push(packed(low, high));

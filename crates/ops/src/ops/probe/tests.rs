@@ -15,7 +15,7 @@ fn the_recorded_dump_is_what_the_manuals_say() -> Result<()> {
         launches().into_iter().flat_map(|launch| launch.instructions).map(|one| one.agreement).collect();
     let expected = expected();
     assert_eq!((recorded.instructions.len(), agreements.len()), (expected.len(), expected.len()));
-    for ((found, wanted), agreement) in recorded.instructions.iter().zip(&expected).zip(agreements) {
+    for ((actual, wanted), agreement) in recorded.instructions.iter().zip(&expected).zip(agreements) {
         let canonical = |one: &DumpedInstruction| {
             let word = |bits: &u32| match agreement {
                 Agreement::Bits => *bits,
@@ -24,7 +24,7 @@ fn the_recorded_dump_is_what_the_manuals_say() -> Result<()> {
             };
             DumpedInstruction { words: one.words.iter().map(word).collect(), ..one.clone() }
         };
-        assert_eq!(canonical(found), canonical(wanted));
+        assert_eq!(canonical(actual), canonical(wanted));
     }
     Ok(())
 }

@@ -123,25 +123,25 @@ fn a_router_chooses_experts_by_nans_too() -> Result<()> {
             let choose = |logits: &Tensor| {
                 Emulator::run(EmulatorSchedule::default(), || choose_experts(logits, None, router)).0
             };
-            for (found, wanted) in [
+            for (actual, wanted) in [
                 (choose(&logits)?, choose(&plain)?),
                 (choose_experts(&logits, None, router)?, choose_experts(&plain, None, router)?),
             ] {
                 let weights =
                     |choice: &ExpertChoice| -> Result<Vec<Vec<f32>>> { Ok(choice.weights.to_vec2()?) };
-                let (found_weights, wanted_weights) = (weights(&found)?, weights(&wanted)?);
-                for (token, ids) in found.ids.to_vec2::<u32>()?.into_iter().enumerate() {
+                let (actual_weights, wanted_weights) = (weights(&actual)?, weights(&wanted)?);
+                for (token, ids) in actual.ids.to_vec2::<u32>()?.into_iter().enumerate() {
                     assert!(ids.iter().all(|id| (*id as usize) < experts), "{ids:?} of {experts}");
                     if token == 1 || token == 2 {
                         assert!(
-                            found_weights[token].iter().all(|weight| weight.is_nan()),
-                            "{found_weights:?}"
+                            actual_weights[token].iter().all(|weight| weight.is_nan()),
+                            "{actual_weights:?}"
                         );
                     } else {
-                        assert_eq!(found_weights[token], wanted_weights[token]);
+                        assert_eq!(actual_weights[token], wanted_weights[token]);
                     }
                 }
-                assert_eq!(ExpertRows::of(&found, experts)?.tokens().len(), 4 * chosen);
+                assert_eq!(ExpertRows::of(&actual, experts)?.tokens().len(), 4 * chosen);
             }
         }
     }

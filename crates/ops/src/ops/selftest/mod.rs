@@ -23,7 +23,7 @@ use super::case::OpCase;
 use super::{
     activation, adamw, adamw_int8, attention, attention_sinks, causal_conv, cross_entropy, dora, dropout,
     elementwise, embedding, experts, gated_delta, gated_norm, glu, layer_norm, matmul, matmul_fp8,
-    matmul_quantized, rms_norm, rotary, xielu,
+    matmul_quantized, noise, rms_norm, rotary, xielu,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -43,6 +43,7 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     activation::cases::cases,
     xielu::cases::cases,
     dropout::cases::cases,
+    noise::cases::cases,
     elementwise::cases::cases,
     attention::cases::cases,
     attention_sinks::cases::cases,

@@ -15,6 +15,7 @@ use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
 use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
 use crate::ops::stochastic_rounding::StochasticRounding;
@@ -221,6 +222,12 @@ fn both_ends_of_the_model() -> Result<()> {
         let site = Dropout { p: 0.2, stream: RngStream::new(1), first_token: 0 };
         let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;
         Ok(vec![TensorPair::new(dropout(&x.here, site)?, want)])
+    })?;
+    must_differ("the noise's token", |runner| {
+        let x = runner.normal("x", (20, 8))?;
+        let noise = Noise { bounds: &[1.0; 20], stream: RngStream::new(1), first_token: 0 };
+        let want = add_noise(&x.plain, Noise { first_token: 1, ..noise })?;
+        Ok(vec![TensorPair::new(add_noise(&x.here, noise)?, want)])
     })
 }
 

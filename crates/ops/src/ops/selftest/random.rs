@@ -31,7 +31,7 @@ use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{
-    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
+    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, noise,
     rms_norm, xielu,
 };
 use crate::quant::QuantFormat;
@@ -188,6 +188,11 @@ proptest! {
     #[test]
     fn dropped(p in 0.0..0.9_f32, (rows, width, run) in (1..80_usize, widths(1), runs())) {
         check([dropout::cases::shaped(String::new(), p, (rows, width))], run, "dropout")?;
+    }
+
+    #[test]
+    fn noisy((rows, width, run) in (1..80_usize, widths(1), runs())) {
+        check([noise::cases::shaped(String::new(), (rows, width))], run, "add_noise")?;
     }
 
     #[test]

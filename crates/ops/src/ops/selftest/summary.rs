@@ -57,10 +57,10 @@ impl SelftestSummary {
         let (count, cases) = (failed.len(), self.cases());
         let what = format!("{count} of {cases} cases of the self-test failed on {device}");
         let case = |error: Error, outcome: &CaseOutcome| {
-            let CaseOutcome { op, what, dtype, error: found, tolerance, .. } = outcome;
+            let CaseOutcome { op, what, dtype, error: measured, tolerance, .. } = outcome;
             let why = match &outcome.fault {
                 Some(fault) => fault.in_one_line(),
-                None => format!("error {found:.1e}, tolerated {tolerance:.1e}"),
+                None => format!("error {measured:.1e}, tolerated {tolerance:.1e}"),
             };
             let comma = if what.is_empty() { "" } else { ", " };
             error.because(format!("{op} ({}{comma}{what}): {why}", dtype.as_str()))

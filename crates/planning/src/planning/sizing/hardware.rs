@@ -414,7 +414,11 @@ mod tests {
             ("NVIDIA RTX A6000", "RTX-A6000-48GB"),
             ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada-48GB"),
         ] {
-            assert_eq!(called_by_driver(name)?.map(|found| found.name).as_deref(), Some(sheet), "{name}");
+            assert_eq!(
+                called_by_driver(name)?.map(|hardware| hardware.name).as_deref(),
+                Some(sheet),
+                "{name}"
+            );
         }
         for name in [
             "NVIDIA H200 NVL",

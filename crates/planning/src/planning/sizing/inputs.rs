@@ -52,7 +52,7 @@ impl SizedModel {
         let saved = source.map(|source| resolver.adapter(source)).transpose()?;
         let (mut train, mut held_out, mut new_tokens) = (None, None, Vec::new());
         if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
-            saved.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
+            saved.as_ref().map_or(Ok(()), |source| base.adopt(&source.folder))?;
             let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
             let loader = base.dataset_loader(tokenizer, &recipe.data)?.for_objective(recipe);
             if !recipe.data.train.is_empty() {
@@ -61,9 +61,9 @@ impl SizedModel {
             }
             new_tokens = tokens;
         }
-        let named = (base.found.id.as_str(), &base.config);
-        let from_saved = |found: crate::loading::ResolvedSource| {
-            AdapterSetup::from_saved(recipe, &found.folder, named, &new_tokens)
+        let named = (base.source.id.as_str(), &base.config);
+        let from_saved = |source: crate::loading::ResolvedSource| {
+            AdapterSetup::from_saved(recipe, &source.folder, named, &new_tokens)
         };
         let adapter_setup = saved.map(from_saved).transpose()?;
         adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));

@@ -174,7 +174,7 @@ impl SizingRequest<'_> {
         let run = time.and_then(|time| self.run_time(&time, &step, load));
         let (splits, refused) = self.splits(&step, &parts, budget)?;
         Ok(Sizing {
-            model: self.inputs.base.found.name(),
+            model: self.inputs.base.source.name(),
             parameters,
             active_parameters: parameters - unused_weights(&self.inputs.base.config),
             trainable,

@@ -266,7 +266,7 @@ impl MeasuredFigures {
     /// Returns the rates by these figures; else the missing operation.
     fn rates(&self) -> Result<ComputeRates, String> {
         let mean = |op: &str, end: &str, figure: fn(&CalibrationOp) -> Option<f64>| {
-            let measured = self.ops.iter().filter(|found| found.op == op && found.shape.ends_with(end));
+            let measured = self.ops.iter().filter(|timing| timing.op == op && timing.shape.ends_with(end));
             harmonic_mean(&measured.filter_map(figure).collect::<Vec<_>>())
         };
         let rate = |op: &str, end: &str| mean(op, end, |op| op.tflops).map(|rate| rate * 1e12);

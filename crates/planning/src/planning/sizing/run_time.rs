@@ -72,9 +72,9 @@ impl SizingRequest<'_> {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
         let base = self.inputs.base;
         let dtypes = if has_adapter { Default::default() } else { base.stored_dtypes() };
-        let unused = if has_adapter { 0 } else { base.kept.bytes() };
+        let unused = if has_adapter { 0 } else { base.retained.bytes() };
         let given = recipe.checkpoint.output_dtype;
-        WrittenBytes::of(&step.descs, recipe, &StoredAs { given, dtypes, kept: unused })
+        WrittenBytes::of(&step.descs, recipe, &StoredAs { given, dtypes, retained_bytes: unused })
     }
 
     /// Returns the bytes on disk after the run of `recipe`: its newest checkpoints, as many as it

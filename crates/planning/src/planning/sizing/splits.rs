@@ -372,7 +372,7 @@ mod tests {
 
     /// Asserts that the list of a model has a split of tensor × pipeline × data; returns its
     /// position.
-    fn place(shape: [usize; 3], on: &str, wanted: [usize; 3]) -> Result<usize> {
+    fn rank_of_split(shape: [usize; 3], on: &str, wanted: [usize; 3]) -> Result<usize> {
         let [hidden, layers, heads] = shape;
         let text = format!(
             r#"{{"model_type": "llama", "vocab_size": 51200, "hidden_size": {hidden}, "intermediate_size": {},
@@ -481,9 +481,9 @@ mod tests {
     #[test]
     fn published_splits_are_in_the_lists() -> Result<()> {
         let gpt3 = [12288, 96, 96];
-        assert!(place(gpt3, "8xA100-80GB*100", [8, 4, 25])? <= 10);
-        assert!(place(gpt3, "8xA100-80GB*384", [8, 12, 32])? <= 10);
-        place([8192, 80, 64], "8xA100-80GB*8", [8, 2, 4])?;
+        assert!(rank_of_split(gpt3, "8xA100-80GB*100", [8, 4, 25])? <= 10);
+        assert!(rank_of_split(gpt3, "8xA100-80GB*384", [8, 12, 32])? <= 10);
+        rank_of_split([8192, 80, 64], "8xA100-80GB*8", [8, 2, 4])?;
         Ok(())
     }
 }

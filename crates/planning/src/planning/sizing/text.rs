@@ -59,12 +59,12 @@ impl Sizing {
     }
 
     fn write_memory(&self, text: &mut String) {
-        let room = match (self.budget, self.budget.map(|budget| self.bytes <= budget)) {
+        let budget = match (self.budget, self.budget.map(|budget| self.bytes <= budget)) {
             (Some(budget), Some(true)) => format!(", which fits the budget of {}", gigabytes(budget)),
             (Some(budget), _) => format!(", which does NOT fit the budget of {}", gigabytes(budget)),
             _ => String::new(),
         };
-        let _ = writeln!(text, "\nmemory of a rank: {}{room}", gigabytes(self.bytes));
+        let _ = writeln!(text, "\nmemory of a rank: {}{budget}", gigabytes(self.bytes));
         if let Some(budget) = self.host_budget.filter(|budget| self.host_bytes > *budget) {
             let _ = writeln!(
                 text,

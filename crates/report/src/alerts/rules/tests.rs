@@ -10,7 +10,7 @@ fn spikes(losses: impl IntoIterator<Item = f64>) -> Vec<String> {
     let mut watch = LossSpikes::default();
     let findings =
         losses.into_iter().zip(1..).filter_map(|(loss, step)| watch.after(&report(step, loss, 1.0)));
-    findings.map(|found| found.message).collect()
+    findings.map(|finding| finding.message).collect()
 }
 
 /// Returns a loss between 2 and 2.3, falling.
@@ -42,7 +42,7 @@ fn a_gradient_of_zero_is_said_once() {
         .into_iter()
         .zip(1..)
         .filter_map(|(norm, step)| watch.after(&report(step, 1.0, norm)))
-        .map(|found| found.message)
+        .map(|finding| finding.message)
         .collect();
     assert_eq!(messages.len(), 1, "{messages:?}");
     assert!(messages[0].starts_with("step 7: the gradient norm has been 0 for 3 steps"), "{messages:?}");
@@ -74,17 +74,17 @@ fn a_device_that_waits_is_said_once_with_what_it_waits_for() {
 
 #[test]
 fn a_disk_without_room_for_the_next_checkpoint_is_said_once() {
-    let room = |free| OutputRoom { total: 1000 << 30, free };
+    let space = |free| OutputSpace { total: 1000 << 30, free };
     let mut watch = ShortDisk::new(40 << 30);
-    assert_eq!(watch.look(1, room(41 << 30)), None);
-    let finding = watch.look(2, room(39 << 30)).unwrap();
+    assert_eq!(watch.look(1, space(41 << 30)), None);
+    let finding = watch.look(2, space(39 << 30)).unwrap();
     assert!(finding.message.starts_with("step 2: 39.0 GiB free"), "{finding:?}");
-    assert!((3..90).all(|step| watch.look(step, room(1 << 30)).is_none()));
+    assert!((3..90).all(|step| watch.look(step, space(1 << 30)).is_none()));
     // A few GiB of a large disk are enough, and a fiftieth of a small one.
     let mut small = ShortDisk::new(0);
-    assert_eq!(small.look(1, room(6 << 30)), None);
-    assert_eq!(small.look(2, OutputRoom { total: 100 << 20, free: 3 << 20 }), None);
-    assert!(small.look(3, OutputRoom { total: 100 << 20, free: 1 << 20 }).is_some());
+    assert_eq!(small.look(1, space(6 << 30)), None);
+    assert_eq!(small.look(2, OutputSpace { total: 100 << 20, free: 3 << 20 }), None);
+    assert!(small.look(3, OutputSpace { total: 100 << 20, free: 1 << 20 }).is_some());
 }
 
 /// Returns the seconds until a stall is reported after `steps` steps of `secs` each; none within a
@@ -172,7 +172,7 @@ fn ten_thousand_normal_steps_raise_nothing() {
                 spikes.after(&report),
                 still.after(&report),
                 waiting.after(&report),
-                disk.look(step, OutputRoom { total: 1 << 40, free }),
+                disk.look(step, OutputSpace { total: 1 << 40, free }),
                 stall.tick(passed),
             ];
             stall.moved(step, Some(report.step_secs));

@@ -120,14 +120,14 @@ vectorized! {
             let divisor = absmax.max(1e-38);
             if values.len() == block_size {
                 let factor = 1.0 / divisor;
-                places(values.iter().map(|value| value * factor), &ladder.midpoints, wide);
+                count_below(values.iter().map(|value| value * factor), &ladder.midpoints, wide);
             } else {
-                places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
+                count_below(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
             }
         }
         if kind != FourBit::Nf4 {
             // NF4's codes ascend with their values.
-            wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
+            wide.iter_mut().for_each(|code| *code = ladder.by_rank[usize::from(*code & 15)]);
         }
         pack(&wide, codes, ladder.zero);
     }
@@ -147,7 +147,7 @@ fn pack(wide: &[u8], codes: &mut [u8], zero: u8) {
 /// Codes of a 4-bit kind in ascending order of their values, and the midpoints between them.
 struct CodeThresholds {
     midpoints: [f32; 15],
-    by_place: [u8; 16],
+    by_rank: [u8; 16],
     /// Code of 0, which fills the last byte of an odd count.
     zero: u8,
 }
@@ -155,23 +155,23 @@ struct CodeThresholds {
 impl CodeThresholds {
     fn new(kind: FourBit) -> Self {
         let table = kind.table();
-        let mut by_place: [u8; 16] = std::array::from_fn(|code| code as u8);
-        by_place.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
-        let value = |place: usize| table[usize::from(by_place[place])];
-        let midpoints = std::array::from_fn(|place| (value(place) + value(place + 1)) / 2.0);
+        let mut by_rank: [u8; 16] = std::array::from_fn(|code| code as u8);
+        by_rank.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
+        let value = |rank: usize| table[usize::from(by_rank[rank])];
+        let midpoints = std::array::from_fn(|rank| (value(rank) + value(rank + 1)) / 2.0);
         let zero = if kind == FourBit::Nf4 { 7 } else { 0 };
-        CodeThresholds { midpoints, by_place, zero }
+        CodeThresholds { midpoints, by_rank, zero }
     }
 }
 
 /// Counts the midpoints below each value: its code's rank, the lower of two at a tie.
 #[inline(always)]
-fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut [u8]) {
-    for (place, scaled) in places.iter_mut().zip(values) {
+fn count_below(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], counts: &mut [u8]) {
+    for (count, scaled) in counts.iter_mut().zip(values) {
         let mut below = 0u32;
         for midpoint in midpoints {
             below += u32::from(scaled > *midpoint);
         }
-        *place = below as u8;
+        *count = below as u8;
     }
 }

@@ -42,8 +42,8 @@ impl QuantScheme for GgmlFormat {
             let count = (size - within).min(rest.len());
             let (part, after) = rest.split_at_mut(count);
             self.kind.dequantize(&bytes[block * self.kind.bytes()..][..self.kind.bytes()], values);
-            for (value, found) in part.iter_mut().zip(&values[within..]) {
-                *value = T::nearest(*found);
+            for (value, decoded) in part.iter_mut().zip(&values[within..]) {
+                *value = T::nearest(*decoded);
             }
             (block, within, rest) = (block + 1, 0, after);
         }

@@ -1,7 +1,7 @@
 //! Tests of the dequantizing kernels on ranges of any start, length and alignment: bit-identical to
 //! the CPU's values.
 
-mod kept;
+mod repacked;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -49,7 +49,7 @@ fn with_run_shifted(weight: &Quantized, meaning: RunMeaning, shift: usize) -> Re
 }
 
 /// Returns the kernel's values of the range as f32 bits, equal under two schedules.
-fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>> {
+fn dequantized(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>> {
     let weight = with_run_shifted(weight, RunMeaning::Codes, range.codes_shift)?;
     written(range.panel_shift, range.count, dtype, |panel| {
         dequantize_from(&Emulator, &Source::new(&weight)?, range.start, panel)
@@ -86,7 +86,7 @@ fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
         weight.with_view(|view| view.dequantize(range.start, &mut exact))?;
         let rounded = |x: f32| if dtype == DType::BF16 { bf16::from_f32(x).to_f32() } else { x };
         let wanted: Vec<u32> = exact.into_iter().map(|x| rounded(x).to_bits()).collect();
-        let actual = found(&weight, range, dtype)?;
+        let actual = dequantized(&weight, range, dtype)?;
         let wrong = actual.iter().zip(&wanted).position(|(actual, wanted)| actual != wanted);
         assert_eq!(wrong, None, "{format:?}, {range:?}, {dtype:?}: the first wrong value");
     }
@@ -155,7 +155,7 @@ fn values_behind_the_first_2_to_the_32() -> Result<()> {
     let first = weight.format.scheme().hint().table[0];
     let wanted = (first * (range.start / block_size) as f32).to_bits();
     for dtype in [DType::F32, DType::BF16] {
-        let actual = found(&weight, range, dtype)?;
+        let actual = dequantized(&weight, range, dtype)?;
         let wanted = if dtype == DType::BF16 {
             bf16::from_f32(f32::from_bits(wanted)).to_f32().to_bits()
         } else {

@@ -18,19 +18,19 @@ pub(crate) fn tiny_models(set: &str) -> Vec<String> {
 }
 
 /// A test's own folder: `model/` is tiny-llama, `rows.jsonl` its chats.
-pub(crate) struct Place(tempfile::TempDir);
+pub(crate) struct TestDir(tempfile::TempDir);
 
-impl Place {
+impl TestDir {
     pub(crate) fn new() -> Self {
         Self::with_model("tiny-llama")
     }
 
     pub(crate) fn with_model(name: &str) -> Self {
-        let place = Place(tempfile::tempdir().unwrap());
+        let dir = TestDir(tempfile::tempdir().unwrap());
         let sets = ["models", "families/models"].map(|set| golden(set).join(name));
-        copy_folder(sets.iter().find(|model| model.exists()).unwrap(), &place.path("model"));
-        std::fs::copy(golden("data/sft_messages.jsonl"), place.path("rows.jsonl")).unwrap();
-        place
+        copy_folder(sets.iter().find(|model| model.exists()).unwrap(), &dir.path("model"));
+        std::fs::copy(golden("data/sft_messages.jsonl"), dir.path("rows.jsonl")).unwrap();
+        dir
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

@@ -67,7 +67,7 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
 fn keep(taken: &mut DataFile, rows: Range<usize>) {
     let sort_key = |origin: &Origin| {
         let file = taken.files.iter().position(|file| **file == *origin.file);
-        let (RowOrigin::Line(at) | RowOrigin::Row(at)) = origin.place;
+        let (RowOrigin::Line(at) | RowOrigin::Row(at)) = origin.row;
         (file, at)
     };
     // `None` if the part begins or ends with the file.
@@ -270,7 +270,7 @@ mod tests {
     use crate::{Origin, RowOrigin};
 
     fn row(value: Value) -> RawRow {
-        let origin = Origin { file: Arc::from(Path::new("a")), place: RowOrigin::Row(1) };
+        let origin = Origin { file: Arc::from(Path::new("a")), row: RowOrigin::Row(1) };
         RawRow { value: value.as_object().unwrap().clone(), origin, document: false, format: None }
     }
 

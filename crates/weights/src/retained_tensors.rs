@@ -20,7 +20,7 @@ const BLOCK: usize = 1 << 22;
 
 /// Tensors that a written model has as its base has them, and the names of the others there.
 #[derive(Debug, Clone, Default)]
-pub struct KeptTensors {
+pub struct RetainedTensors {
     /// By their names in the files.
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     /// The names in the files of tensors with another name in finetune, by that name.
@@ -31,7 +31,7 @@ pub struct KeptTensors {
     pub(super) class: Option<&'static ClassNames>,
 }
 
-impl KeptTensors {
+impl RetainedTensors {
     /// Returns whether a written model is the whole image-text model, with the names of its files.
     pub fn is_whole(&self) -> bool {
         self.whole
@@ -40,7 +40,7 @@ impl KeptTensors {
     /// Returns the same tensors, with names of another class for those of the model.
     #[must_use]
     pub fn named_by(self, class: &'static ClassNames) -> Self {
-        KeptTensors { class: Some(class), ..self }
+        RetainedTensors { class: Some(class), ..self }
     }
 
     /// Returns the number of tensors.

@@ -5,14 +5,14 @@ use std::os::fd::AsRawFd;
 
 /// Capacity of a file system, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DiskRoom {
+pub struct DiskSpace {
     /// Total size of the file system.
     pub total: u64,
     /// Free bytes that this user can write.
     pub free: u64,
 }
 
-impl DiskRoom {
+impl DiskSpace {
     /// Capacity of the file system of an open file or folder; none if the system does not report
     /// it.
     pub fn of(file: &File) -> Option<Self> {
@@ -27,6 +27,6 @@ impl DiskRoom {
         let bytes = |blocks| (blocks as u64).saturating_mul(facts.f_frsize as u64);
         // A file system of zero blocks reports no size.
         (status == 0 && facts.f_blocks > 0)
-            .then(|| DiskRoom { total: bytes(facts.f_blocks), free: bytes(facts.f_bavail) })
+            .then(|| DiskSpace { total: bytes(facts.f_blocks), free: bytes(facts.f_bavail) })
     }
 }

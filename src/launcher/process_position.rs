@@ -10,7 +10,7 @@ const FLAGS: [&str; 4] = ["--world-size", "--rank", "--master-addr", "--master-p
 
 /// Position of a process among those of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ProcessPlace {
+pub(crate) struct ProcessPosition {
     /// Ranks of all processes.
     pub(super) world_size: usize,
     /// First rank of this process.
@@ -23,19 +23,19 @@ pub(crate) struct ProcessPlace {
     pub(super) variables: Vec<(&'static str, String)>,
 }
 
-impl ProcessPlace {
+impl ProcessPosition {
     /// Returns the position in `launch`, whose processes meet at `master`.
     pub(super) fn of(launch: &Launch, master: Master) -> Self {
         let launch = Launch { master: Some(master.clone()), ..launch.clone() };
         let variables = launch.variables();
         let Launch { world_size, rank, local_rank, local_world_size, .. } = launch;
-        ProcessPlace { world_size, rank, master, local_rank, local_world_size, variables }
+        ProcessPosition { world_size, rank, master, local_rank, local_world_size, variables }
     }
 
     /// Returns the position of the process with the index `index`, if each of the `count` ranks
     /// here gets a process.
     pub(super) fn of_one(&self, index: usize, count: usize) -> Self {
-        ProcessPlace {
+        ProcessPosition {
             rank: self.rank + index,
             local_rank: self.local_rank + index,
             local_world_size: Some(self.local_world_size.unwrap_or(count)),
@@ -109,8 +109,8 @@ mod tests {
         ];
         let torchrun = torchrun.map(|(name, value)| (name, value.to_owned()));
         let host = launch(&Flags { ranks_here: Some(4), ..Flags::default() }, &torchrun);
-        let place = ProcessPlace::of(&host, host.master.clone().expect("an address")).of_one(1, 4);
-        let words = place.in_words(&[]);
+        let position = ProcessPosition::of(&host, host.master.clone().expect("an address")).of_one(1, 4);
+        let words = position.in_words(&[]);
         let value = |flag: &str| {
             let at = words.iter().position(|word| word == flag).expect(flag) + 1;
             words[at].to_str().map(str::to_owned)
@@ -123,7 +123,7 @@ mod tests {
             master_addr: value("--master-addr"),
             master_port: value("--master-port").and_then(|text| text.parse().ok()),
         };
-        let process = launch(&flags, &place.environment());
+        let process = launch(&flags, &position.environment());
         assert_eq!((process.rank, process.local_rank, process.world_size), (5, 1, 8));
         assert_eq!(process.host, Some(LocalRank { index: 1, count: 2 }));
         assert_eq!(process.run, "job7");

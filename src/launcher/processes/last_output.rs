@@ -22,12 +22,12 @@ const SHOWN_LINES: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The last output of a process, stdout and stderr.
-pub(super) struct KeptOutput {
-    kept: Arc<Mutex<Vec<u8>>>,
+pub(super) struct LastOutput {
+    last_bytes: Arc<Mutex<Vec<u8>>>,
     reader: JoinHandle<()>,
 }
 
-impl KeptOutput {
+impl LastOutput {
     /// Connects stdout and stderr of `command`, the process `name`, to a thread that reads them.
     /// The command keeps the pipe open until it is dropped.
     ///
@@ -40,7 +40,7 @@ impl KeptOutput {
         let bytes = Arc::new(Mutex::new(Vec::new()));
         let theirs = Arc::clone(&bytes);
         let reader = threads::start(&format!("output of {name}"), move || keep_last(reader, &theirs))?;
-        Ok(KeptOutput { kept: bytes, reader })
+        Ok(LastOutput { last_bytes: bytes, reader })
     }
 
     /// Returns the last lines that the process, which has ended, has written.
@@ -49,20 +49,20 @@ impl KeptOutput {
         while !self.reader.is_finished() && begin.elapsed() < PATIENCE {
             std::thread::sleep(POLL);
         }
-        let text = String::from_utf8_lossy(&locked(&self.kept)).into_owned();
+        let text = String::from_utf8_lossy(&locked(&self.last_bytes)).into_owned();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(SHOWN_LINES)..].iter().map(|line| (*line).to_owned()).collect()
     }
 }
 
-/// Reads `pipe` to its end and keeps the last bytes in `kept`.
-fn keep_last(mut pipe: PipeReader, kept: &Mutex<Vec<u8>>) {
+/// Reads `pipe` to its end and keeps the last bytes in `last_bytes`.
+fn keep_last(mut pipe: PipeReader, last_bytes: &Mutex<Vec<u8>>) {
     let mut piece = [0; 4096];
     loop {
         match pipe.read(&mut piece) {
             Ok(0) => return,
             Ok(count) => {
-                let mut output = locked(kept);
+                let mut output = locked(last_bytes);
                 output.extend_from_slice(&piece[..count]);
                 let beyond = output.len().saturating_sub(KEPT_BYTES);
                 output.drain(..beyond);

@@ -14,7 +14,7 @@ use crate::weights::RowRun;
 
 /// A tensor of the file with rows of a parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TensorPlace {
+pub(super) struct TensorRows {
     /// Its name in llama.cpp.
     pub(super) name: String,
     /// The rows in order; `None`: all rows of the parameter.
@@ -31,9 +31,9 @@ pub(super) struct TensorPlace {
     pub(super) of_list: Option<usize>,
 }
 
-impl TensorPlace {
+impl TensorRows {
     fn of(name: String) -> Self {
-        TensorPlace {
+        TensorRows {
             name,
             rows: None,
             columns: None,
@@ -88,7 +88,7 @@ pub(super) fn row_of(shape: &[usize]) -> usize {
 }
 
 /// Returns the tensors of a parameter.
-pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace> {
+pub(super) fn destinations(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorRows> {
     let facts = &config.family.gguf;
     let ModelPart::Block { layer, part } = spec.part else {
         let name = match spec.part {
@@ -98,10 +98,10 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
             ModelPart::LmHead | ModelPart::Block { .. } => "output",
         };
         let end = if spec.role == Role::Bias { "bias" } else { "weight" };
-        return vec![TensorPlace::of(format!("{name}.{end}"))];
+        return vec![TensorRows::of(format!("{name}.{end}"))];
     };
     let of_block = if part.is_of_model() { String::new() } else { format!("blk.{layer}.") };
-    let tensor = |name: &str| TensorPlace::of(format!("{of_block}{name}{}", end(part, spec.role)));
+    let tensor = |name: &str| TensorRows::of(format!("{of_block}{name}{}", end(part, spec.role)));
     let all = || tensor(name(facts, part));
     let (rows, columns) = (spec.shape.first().copied().unwrap_or(1), row_of(&spec.shape));
     let half = |i: usize| Some(vec![RowRun::range(i * rows / 2, rows / 2)]);
@@ -110,8 +110,8 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
             vec![tensor("ffn_gate").with(half(0)), tensor("ffn_up").with(half(1))]
         }
         (part, _) if XIELU.contains(&part) => {
-            let list = TensorPlace::of(name(facts, part).to_owned());
-            vec![TensorPlace { of_list: Some(layer), ..list }]
+            let list = TensorRows::of(name(facts, part).to_owned());
+            vec![TensorRows { of_list: Some(layer), ..list }]
         }
         (BlockPart::ExpertGateUp(_), _) if is_alternating(config, layer) => {
             alternating(tensor, rows / 2).into()
@@ -120,7 +120,7 @@ pub(super) fn places(config: &ModelConfig, spec: &ParamSpec) -> Vec<TensorPlace>
             vec![tensor("ffn_gate_exps").with(half(0)), tensor("ffn_up_exps").with(half(1))]
         }
         (BlockPart::ExpertGateUpBias, _) => alternating(tensor, rows * columns / 2)
-            .map(|place| TensorPlace { by_element: true, ..place })
+            .map(|tensor| TensorRows { by_element: true, ..tensor })
             .into(),
         (BlockPart::QkvProj, TokenMixer::Attention(mixer)) if mixer.fused == Some(FusedQkv::ByKeyHead) => {
             let (groups, d) = (mixer.heads.num_kv_heads, mixer.heads.head_dim);
@@ -141,9 +141,9 @@ fn is_alternating(config: &ModelConfig, layer: usize) -> bool {
 }
 
 /// Returns gate and up of rows that alternate.
-fn alternating(place: impl Fn(&str) -> TensorPlace, count: usize) -> [TensorPlace; 2] {
+fn alternating(tensor: impl Fn(&str) -> TensorRows, count: usize) -> [TensorRows; 2] {
     let every_second = |start| Some(vec![RowRun { start, counts: [1, 1, count], strides: [0, 0, 2] }]);
-    [place("ffn_gate_exps").with(every_second(0)), place("ffn_up_exps").with(every_second(1))]
+    [tensor("ffn_gate_exps").with(every_second(0)), tensor("ffn_up_exps").with(every_second(1))]
 }
 
 /// Returns the tensors of a part of latent attention: keys and values of the latent are apart, and
@@ -152,9 +152,9 @@ fn latent(
     config: &ModelConfig,
     mixer: &LatentMixer,
     part: BlockPart,
-    all: TensorPlace,
-    place: impl Fn(&str) -> TensorPlace,
-) -> Vec<TensorPlace> {
+    all: TensorRows,
+    tensor: impl Fn(&str) -> TensorRows,
+) -> Vec<TensorRows> {
     let &LatentMixer { plain, rotated, value, kv_rank, .. } = mixer;
     let heads = mixer.attention.heads.num_heads;
     let neighbours = |start| RowRun { start, counts: [1, rotated / 2, 2], strides: [0, 1, rotated / 2] };
@@ -162,10 +162,10 @@ fn latent(
     match part {
         BlockPart::LatentKvUp => {
             let block = |start, len| Some(vec![RowRun::blocks(start, heads, plain + value, len)]);
-            let keys = place("attn_k_b").with(block(0, plain));
-            let values = place("attn_v_b").with(block(plain, value));
+            let keys = tensor("attn_k_b").with(block(0, plain));
+            let values = tensor("attn_v_b").with(block(plain, value));
             let heads = Some(heads);
-            vec![TensorPlace { transposed_heads: heads, ..keys }, TensorPlace { heads, ..values }]
+            vec![TensorRows { transposed_heads: heads, ..keys }, TensorRows { heads, ..values }]
         }
         BlockPart::QProj | BlockPart::LatentQUp if are_halves => {
             let head = |head: usize| {
@@ -186,9 +186,9 @@ fn delta(
     facts: &GgufFacts,
     mixer: &DeltaMixer,
     part: BlockPart,
-    all: TensorPlace,
-    place: impl Fn(&str) -> TensorPlace,
-) -> Vec<TensorPlace> {
+    all: TensorRows,
+    tensor: impl Fn(&str) -> TensorRows,
+) -> Vec<TensorRows> {
     let heads = mixer.heads;
     let (groups, key, value) = (heads.num_key_heads, heads.key_dim, heads.value_dim);
     let of_group = heads.num_value_heads / groups.max(1);
@@ -197,7 +197,7 @@ fn delta(
         let block = |start, len| RowRun::blocks(start, groups, 2 * (key + values), len);
         let qkv = vec![block(0, key), block(key, key), block(2 * key, values)];
         let gates = vec![block(2 * key + values, values)];
-        return vec![place("attn_qkv").with(Some(qkv)), place("attn_gate").with(Some(gates))];
+        return vec![tensor("attn_qkv").with(Some(qkv)), tensor("attn_gate").with(Some(gates))];
     }
     let tiles = facts.delta.is_some_and(|delta| delta.tiles_value_heads) && of_group > 1;
     // The first value head of each key head, then the second of each.
@@ -213,7 +213,7 @@ fn delta(
         BlockPart::DeltaA | BlockPart::DeltaB | BlockPart::DeltaRate | BlockPart::DeltaStep => {
             vec![all.with(Some(vec![in_turns(0, 1)]))]
         }
-        BlockPart::DeltaOut => vec![TensorPlace { columns: Some(vec![in_turns(0, value)]), ..all }],
+        BlockPart::DeltaOut => vec![TensorRows { columns: Some(vec![in_turns(0, value)]), ..all }],
         _ => vec![all],
     }
 }

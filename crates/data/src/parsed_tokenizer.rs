@@ -16,7 +16,7 @@ use crate::contained::contain;
 use crate::error::{Error, Result};
 
 /// The tokenizer that a tokenizer.json describes.
-pub(super) struct FoundTokenizer {
+pub(super) struct ParsedTokenizer {
     pub(super) inner: tokenizers::Tokenizer,
     /// The largest id plus one.
     pub(super) vocab_size: usize,
@@ -24,7 +24,7 @@ pub(super) struct FoundTokenizer {
     pub(super) dropout: Option<f32>,
 }
 
-impl FoundTokenizer {
+impl ParsedTokenizer {
     /// Reads the tokenizer that `bytes`, the contents of `path`, describe.
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl FoundTokenizer {
             }
             largest => {
                 let vocab_size = largest.map_or(0, |(_, id)| id as usize + 1);
-                Ok(FoundTokenizer { inner, vocab_size, dropout })
+                Ok(ParsedTokenizer { inner, vocab_size, dropout })
             }
         }
     }

@@ -6,23 +6,23 @@ use std::process::Command;
 use finetune::checkpoint;
 
 use crate::faults::{Fault, library};
-use crate::place::{Place, lora};
+use crate::test_dir::{TestDir, lora};
 use crate::{Done, assert_tidy, finish};
 
 /// A run that saves every step into `out`.
-fn train(place: &Place, more: &[&str]) -> Command {
-    let output = place.path("out").display().to_string();
+fn train(dir: &TestDir, more: &[&str]) -> Command {
+    let output = dir.path("out").display().to_string();
     let keys = ["--quiet", "--set", "checkpoint.save_steps=1", "--set", "log.tensorboard=false"];
     let args = lora(&[&keys[..], more].concat());
     let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
-    let mut command = place.command(&args);
+    let mut command = dir.command(&args);
     command.env("RAYON_NUM_THREADS", "1");
     command
 }
 
 /// Checks for exit code 74 and the texts `said` in order.
-fn assert_storage(place: &Place, done: &Done, said: &[&str]) {
-    let text = place.told(done.errors.as_bytes());
+fn assert_storage(dir: &TestDir, done: &Done, said: &[&str]) {
+    let text = dir.told(done.errors.as_bytes());
     assert_eq!(done.code, Some(74), "{text}");
     let mut rest = text.as_str();
     for part in said {
@@ -36,17 +36,17 @@ fn a_run_that_has_no_room_does_not_begin() {
     if library().is_none() {
         return;
     }
-    let place = Place::new();
-    let mut run = train(&place, &["--set", "checkpoint.keep_last=3"]);
-    Fault { at: 1, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    let dir = TestDir::new();
+    let mut run = train(&dir, &["--set", "checkpoint.keep_last=3"]);
+    Fault { at: 1, free: Some(1000), ..Fault::default() }.strike(&mut run, &dir.path("out"), None);
     let done = finish(&mut run);
     let said = [
         "error: cannot train into [DIR]/out\n",
         "are needed on the disk of [DIR]/out/.finetune: 1000 B available\n",
         "hint: free space on that disk",
     ];
-    assert_storage(&place, &done, &said);
-    assert!(!place.path("out").exists(), "nothing is left of the try");
+    assert_storage(&dir, &done, &said);
+    assert!(!dir.path("out").exists(), "nothing is left of the try");
 }
 
 #[test]
@@ -54,25 +54,25 @@ fn a_save_that_has_no_room_does_not_begin() {
     if library().is_none() {
         return;
     }
-    let place = Place::new();
-    let whole = finish(&mut train(&place, &[]));
+    let dir = TestDir::new();
+    let whole = finish(&mut train(&dir, &[]));
     assert_eq!(whole.code, Some(0), "{whole:?}");
-    let adapter = || std::fs::read(place.path("out/adapter_model.safetensors")).unwrap();
+    let adapter = || std::fs::read(dir.path("out/adapter_model.safetensors")).unwrap();
     let wanted = adapter();
-    std::fs::remove_dir_all(place.path("out")).unwrap();
-    let mut run = train(&place, &[]);
+    std::fs::remove_dir_all(dir.path("out")).unwrap();
+    let mut run = train(&dir, &[]);
     // Free space is queried before the run and before each save.
-    Fault { at: 4, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    Fault { at: 4, free: Some(1000), ..Fault::default() }.strike(&mut run, &dir.path("out"), None);
     let done = finish(&mut run);
     assert_storage(
-        &place,
+        &dir,
         &done,
         &["cannot save step 3", "cannot write [DIR]/out/checkpoint-3", "1000 B available"],
     );
-    let (newest, passed) = checkpoint::newest(&place.path("out")).unwrap();
+    let (newest, passed) = checkpoint::newest(&dir.path("out")).unwrap();
     assert_eq!((newest.unwrap().state.step, passed.len()), (2, 0));
-    assert_tidy(&place.path("out"), "no room");
-    let resumed = finish(&mut train(&place, &["--resume"]));
+    assert_tidy(&dir.path("out"), "no room");
+    let resumed = finish(&mut train(&dir, &["--resume"]));
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
     assert!(adapter() == wanted);
 }
@@ -83,14 +83,14 @@ fn a_last_checkpoint_that_has_no_room_costs_no_result() {
     if library().is_none() {
         return;
     }
-    let place = Place::new();
-    let mut run = train(&place, &["--set", "checkpoint.save_steps=auto", "--set", "train.max_steps=2"]);
+    let dir = TestDir::new();
+    let mut run = train(&dir, &["--set", "checkpoint.save_steps=auto", "--set", "train.max_steps=2"]);
     // Free space is queried before the run and before its one save.
-    Fault { at: 2, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    Fault { at: 2, free: Some(1000), ..Fault::default() }.strike(&mut run, &dir.path("out"), None);
     let done = finish(&mut run);
-    assert_storage(&place, &done, &["cannot save step 2", "1000 B available"]);
-    assert!(place.path("out/adapter_model.safetensors").exists());
-    assert_tidy(&place.path("out"), "no room at the end");
+    assert_storage(&dir, &done, &["cannot save step 2", "1000 B available"]);
+    assert!(dir.path("out/adapter_model.safetensors").exists());
+    assert_tidy(&dir.path("out"), "no room at the end");
 }
 
 /// The disk fills up while a checkpoint or the result is written.
@@ -100,19 +100,19 @@ fn a_disk_that_fills_up_leaves_the_last_checkpoint() {
         return;
     }
     for (only, newest) in [("checkpoint-3", 2), ("/result/", 4)] {
-        let place = Place::new();
-        let mut run = train(&place, &[]);
+        let dir = TestDir::new();
+        let mut run = train(&dir, &[]);
         let what = libc::ENOSPC.to_string();
         let fault = Fault { at: 2, what, ops: "w", only, sticky: "wom", free: None };
-        fault.strike(&mut run, &place.path("out"), None);
+        fault.strike(&mut run, &dir.path("out"), None);
         let done = finish(&mut run);
-        assert_storage(&place, &done, &["cannot ", "No space left on device"]);
-        let (found, passed) = checkpoint::newest(&place.path("out")).unwrap();
-        assert_eq!((found.unwrap().state.step, passed.len()), (newest, 0), "{only}");
-        assert!(!place.path("out/adapter_config.json").exists());
-        assert_tidy(&place.path("out"), only);
-        let resumed = finish(&mut train(&place, &["--resume"]));
+        assert_storage(&dir, &done, &["cannot ", "No space left on device"]);
+        let (saved, passed) = checkpoint::newest(&dir.path("out")).unwrap();
+        assert_eq!((saved.unwrap().state.step, passed.len()), (newest, 0), "{only}");
+        assert!(!dir.path("out/adapter_config.json").exists());
+        assert_tidy(&dir.path("out"), only);
+        let resumed = finish(&mut train(&dir, &["--resume"]));
         assert_eq!(resumed.code, Some(0), "{resumed:?}");
-        assert!(place.path("out/adapter_config.json").exists());
+        assert!(dir.path("out/adapter_config.json").exists());
     }
 }

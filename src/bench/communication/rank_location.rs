@@ -16,7 +16,7 @@ pub(crate) const NETWORK: &str = "network";
 
 /// Location of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RankPlace {
+pub(crate) struct RankLocation {
     pub(crate) host: String,
     /// Fastest network of the host among those that report a speed.
     network: Option<LinkClass>,
@@ -25,10 +25,10 @@ pub(crate) struct RankPlace {
     on_gpu: bool,
 }
 
-impl RankPlace {
+impl RankLocation {
     /// Returns the location of a rank of this process.
     pub(crate) fn here(facts: &HostFacts, on_gpu: bool) -> Self {
-        RankPlace {
+        RankLocation {
             host: rendezvous::host_name(),
             network: facts.network(),
             between_gpus: facts.between_gpus().filter(|_| on_gpu),
@@ -39,11 +39,11 @@ impl RankPlace {
     /// Returns the location of a rank on a CPU.
     #[cfg(test)]
     pub(crate) fn of_host(host: &str, network: Option<LinkClass>) -> Self {
-        RankPlace { host: host.to_owned(), network, between_gpus: None, on_gpu: false }
+        RankLocation { host: host.to_owned(), network, between_gpus: None, on_gpu: false }
     }
 
     /// Shares this location with all ranks; returns the locations of all, by rank.
-    pub(crate) fn share(&self, world: &dyn Collective) -> Result<Vec<RankPlace>> {
+    pub(crate) fn share(&self, world: &dyn Collective) -> Result<Vec<RankLocation>> {
         let fault = |error: serde_json::Error| {
             Error::internal(format!("cannot share the locations of ranks: {error}"))
         };
@@ -64,7 +64,7 @@ impl RankPlace {
 
     /// Returns the kind of link to `other` and its expected rate, if known. `copy` is the rate of a
     /// copy in memory, in 10^9 bytes per second.
-    pub(crate) fn way_to(&self, other: &RankPlace, copy: f64) -> PairWay {
+    pub(crate) fn way_to(&self, other: &RankLocation, copy: f64) -> PairWay {
         let slower = |mine: &Option<LinkClass>, theirs: &Option<LinkClass>| {
             let (mine, theirs) = (mine.as_ref()?, theirs.as_ref()?);
             Some(if mine.gbytes_per_sec <= theirs.gbytes_per_sec { mine } else { theirs }.clone())
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn ways_between_ranks() {
-        let rank = |host: &str, network, on_gpu| RankPlace {
+        let rank = |host: &str, network, on_gpu| RankLocation {
             host: host.to_owned(),
             network,
             between_gpus: link("NVLink", 450.0).filter(|_| on_gpu),
@@ -121,9 +121,9 @@ mod tests {
     #[test]
     fn every_rank_hears_of_all() {
         let all = run_on_cpu(3, 1, |world| {
-            RankPlace::of_host(&format!("host-{}", world.rank()), None).share(&*world)
+            RankLocation::of_host(&format!("host-{}", world.rank()), None).share(&*world)
         });
-        let hosts: Vec<String> = all.unwrap()[1].iter().map(|place| place.host.clone()).collect();
+        let hosts: Vec<String> = all.unwrap()[1].iter().map(|location| location.host.clone()).collect();
         assert_eq!(hosts, ["host-0", "host-1", "host-2"]);
     }
 }
