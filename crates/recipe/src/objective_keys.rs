@@ -91,14 +91,14 @@ fn has_divergences(loss: LossType) -> bool {
 }
 
 /// Adds the conflicts of `[objective]`, and those of `[data]` with its kind.
-pub(super) fn conflicts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+pub(super) fn conflicts(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let objective = &recipe.objective;
-    let known = found.len();
-    without_effect(objective, found);
-    losses(objective, found);
-    data(recipe, found);
-    if found.len() == known {
-        values(objective, found);
+    let known = conflicts.len();
+    without_effect(objective, conflicts);
+    losses(objective, conflicts);
+    data(recipe, conflicts);
+    if conflicts.len() == known {
+        values(objective, conflicts);
     }
 }
 
@@ -150,18 +150,18 @@ fn kind_keys(objective: &ObjectiveSection) -> Vec<KindKey> {
 }
 
 /// Keys that the kind, or the losses, leave without effect.
-fn without_effect(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
+fn without_effect(objective: &ObjectiveSection, conflicts: &mut Vec<KeyConflict>) {
     let kind = objective.kind;
     for KindKey { key, kinds, is_read, .. } in kind_keys(objective).into_iter().filter(|key| key.is_written) {
         if !kinds.contains(&kind) {
             let kinds: Vec<String> = kinds.iter().map(|kind| format!("`kind = \"{kind}\"`")).collect();
             let hint = format!("remove `{key}`, or write {}", kinds.join(" or "));
             let text = format!("has no effect with `kind = \"{kind}\"`");
-            found.push(KeyConflict::new("objective", key, text, hint).overruled_by("objective", "kind"));
+            conflicts.push(KeyConflict::new("objective", key, text, hint).overruled_by("objective", "kind"));
         } else if !is_read {
             let (other, hint) = wanted(key, kind);
             let text = format!("has no effect with {}", written(objective, other));
-            found.push(KeyConflict::new("objective", key, text, hint));
+            conflicts.push(KeyConflict::new("objective", key, text, hint));
         }
     }
 }
@@ -200,10 +200,10 @@ fn quoted(losses: &[LossType]) -> String {
 }
 
 /// Losses that the kind does not have, or that are written twice, and weights of another number.
-fn losses(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
+fn losses(objective: &ObjectiveSection, conflicts: &mut Vec<KeyConflict>) {
     let (kind, known) = (objective.kind, losses_of(objective.kind));
     let mut add =
-        |key, text: String, hint: String| found.push(KeyConflict::new("objective", key, text, hint));
+        |key, text: String, hint: String| conflicts.push(KeyConflict::new("objective", key, text, hint));
     if let (Some(losses), false) = (&objective.loss_type, known.is_empty()) {
         let several = "dpo alone adds losses up".to_owned();
         if losses.is_empty() {
@@ -232,7 +232,7 @@ fn losses(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
 }
 
 /// Values that a loss of dpo cannot use.
-fn values(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
+fn values(objective: &ObjectiveSection, conflicts: &mut Vec<KeyConflict>) {
     if objective.kind != ObjectiveKind::Dpo {
         return;
     }
@@ -240,7 +240,7 @@ fn values(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
     if losses.contains(&LossType::ExoPair) && objective.label_smoothing == 0.0 {
         let text = "is 0, but the loss \"exo_pair\" needs a number above 0";
         let hint = "write `label_smoothing = 1e-3`, for example";
-        found.push(KeyConflict::new("objective", "label_smoothing", text, hint));
+        conflicts.push(KeyConflict::new("objective", "label_smoothing", text, hint));
     }
     let divergence = objective.f_divergence_type;
     if divergence == FDivergence::ReverseKl {
@@ -249,12 +249,12 @@ fn values(objective: &ObjectiveSection, found: &mut Vec<KeyConflict>) {
     if let Some(loss) = losses.iter().find(|loss| !has_divergences(**loss)) {
         let text = format!("is \"{divergence}\", for which the loss \"{loss}\" is not defined");
         let hint = "remove `f_divergence_type`, or write `loss_type = [\"sigmoid\"]`";
-        found.push(KeyConflict::new("objective", "f_divergence_type", text, hint));
+        conflicts.push(KeyConflict::new("objective", "f_divergence_type", text, hint));
     }
 }
 
 /// Keys of `[data]` that an objective of pairs or labelled answers leaves without effect.
-fn data(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+fn data(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let kind = recipe.objective.kind;
     if kind.rows() == ObjectiveRows::Single {
         return;
@@ -262,15 +262,15 @@ fn data(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     if recipe.data.train_on != TrainOn::default() {
         let text = format!("has no effect with `objective.kind = \"{kind}\"`, which reads the answers alone");
         let conflict = KeyConflict::new("data", "train_on", text, "remove `train_on`");
-        found.push(conflict.overruled_by("objective", "kind"));
+        conflicts.push(conflict.overruled_by("objective", "kind"));
     }
     if recipe.eval.samples > 0 && kind == ObjectiveKind::Reward {
         let text = "has no effect with `objective.kind = \"reward\"`: a reward model answers nothing";
         let conflict = KeyConflict::new("eval", "samples", text, "remove `samples`");
-        found.push(conflict.overruled_by("objective", "kind"));
+        conflicts.push(conflict.overruled_by("objective", "kind"));
     }
     if recipe.data.format == DataFormat::PreferenceChosen {
         let text = format!("is \"preference_chosen\", but `objective.kind = \"{kind}\"` needs both answers");
-        found.push(KeyConflict::new("data", "format", text, "write `format = \"preference\"`"));
+        conflicts.push(KeyConflict::new("data", "format", text, "write `format = \"preference\"`"));
     }
 }
