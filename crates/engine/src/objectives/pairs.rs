@@ -11,19 +11,17 @@ use crate::error::{Error, Result};
 pub(super) struct Pair {
     /// The better answer, then the other.
     pub(super) sides: [usize; 2],
-    /// The least difference of rewards that the row asks for.
-    pub(super) margin: f64,
 }
 
 /// Returns the pairs of a micro-batch, in order.
 pub(super) fn pairs(batch: &Batch) -> Result<Vec<Pair>> {
     let mut pairs = Vec::new();
     for (at, sample) in batch.samples.iter().enumerate() {
-        if let Role::Chosen { margin } = sample.role {
+        if matches!(sample.role, Role::Chosen { .. }) {
             if batch.samples.get(at + 1).map(|next| next.role) != Some(Role::Rejected) {
                 return Err(Error::internal("a chosen answer has no rejected one after it"));
             }
-            pairs.push(Pair { sides: [at, at + 1], margin: f64::from(margin) });
+            pairs.push(Pair { sides: [at, at + 1] });
         }
     }
     Ok(pairs)
