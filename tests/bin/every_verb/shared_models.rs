@@ -15,7 +15,7 @@ use finetune::engine::{Engine, Evaluation, TokenSampler};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
-use finetune::objectives::{CrossEntropy, StepTotals};
+use finetune::objectives::CrossEntropy;
 use finetune::recipe::enums::Attention;
 use serde_json::Value;
 
@@ -134,7 +134,7 @@ fn stories(model: &Known, reference: &Value, root: &Path) -> Result<Vec<Vec<u32>
 }
 
 fn evaluate(engine: &Engine, batches: &[Batch]) -> Result<Evaluation> {
-    engine.evaluate(&CrossEntropy, (batches, StepTotals::of(batches)), |_| Ok(None), |_| ())
+    engine.evaluate(&CrossEntropy, batches, |_| Ok(None), |_| ())
 }
 
 #[test]

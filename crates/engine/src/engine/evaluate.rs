@@ -1,6 +1,7 @@
 //! Held-out loss, and token accuracy and exact match or the objective's own metrics.
 
 use super::Engine;
+use super::reference::part_with_loss;
 use crate::data::Batch;
 use crate::data::batch::local_micro_batches;
 use crate::error::{Error, ErrorCategory, Result};
@@ -9,8 +10,7 @@ use crate::objectives::{Evaluation, Objective, ObjectiveInput, StepTotals};
 use crate::runtime::thread_pool;
 
 impl Engine {
-    /// Evaluates every batch, one per data rank at a time. `totals` has the counts of all batches.
-    /// `reference` returns the log-probability
+    /// Evaluates every batch, one per data rank at a time. `reference` returns the log-probability
     /// of each sample of a batch under the objective's reference, if it has one; all ranks call it
     /// together. Calls `seen` after each such round with the number of rows done so far. All ranks
     /// call it with the same batches.
@@ -21,14 +21,18 @@ impl Engine {
     pub fn evaluate(
         &self,
         objective: &dyn Objective,
-        (batches, totals): (&[Batch], StepTotals),
+        batches: &[Batch],
         reference: impl Fn(&Batch) -> Result<Option<Vec<f64>>>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
+        let mesh = self.store.mesh();
+        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
+        let totals = self.with_drift(StepTotals::of(batches), objective, &own, &reference)?;
         let (mut sums, mut rows) = (Evaluation::default(), 0);
         self.in_rounds(batches, |round, mine| {
-            let reference = reference(mine)?;
-            let work = || self.evaluate_batch(objective, mine, reference.as_deref(), totals);
+            let mine = part_with_loss(objective, mine);
+            let reference = reference(&mine)?;
+            let work = || self.evaluate_batch(objective, &mine, reference.as_deref(), totals);
             sums.add(thread_pool::run_in_pool(&self.device, work)?)?;
             // All ranks search for the cause together, because that gathers weights again.
             if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {

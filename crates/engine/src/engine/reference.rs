@@ -66,44 +66,6 @@ impl Trainer {
         }
     }
 
-    /// Returns `totals` with the drift of the model from its reference, if the objective needs it:
-    /// by a forward over the mismatched answers of `batches`, this rank's micro-batches. All ranks
-    /// call it together, with equally many.
-    pub(super) fn with_drift(
-        &self,
-        totals: StepTotals,
-        batches: &[Cow<'_, Batch>],
-        data: DataUse,
-    ) -> Result<StepTotals> {
-        if !self.objective.needs_drift() {
-            return Ok(totals);
-        }
-        let mut ratios = 0.0;
-        for batch in batches {
-            // A rank without a micro-batch of its own computes with its peers.
-            let part = batch.only(|role| role == Role::Mismatched).unwrap_or_else(|| batch.without_targets());
-            let policy = self.engine.sample_log_probs(&*self.objective, &part, AdapterSwitch::On)?;
-            let reference = self.reference_of(&part, data)?.unwrap_or_default();
-            let answers = part.samples.iter().zip(policy.iter().zip(reference));
-            ratios += answers
-                .filter(|(sample, _)| sample.role == Role::Mismatched)
-                .map(|(_, (policy, reference))| policy - reference)
-                .sum::<f64>();
-        }
-        let mut sum = [ratios];
-        self.engine.store.sum("drift from the reference", &mut sum)?;
-        Ok(StepTotals { drift: (sum[0] / totals.mismatched.max(1.0)).max(0.0), ..totals })
-    }
-
-    /// Returns the part of a micro-batch that has a loss: all but the mismatched answers.
-    pub(super) fn part_with_loss<'b>(&self, batch: &'b Batch) -> Cow<'b, Batch> {
-        if !self.objective.needs_drift() {
-            return Cow::Borrowed(batch);
-        }
-        let part = batch.only(|role| role != Role::Mismatched);
-        Cow::Owned(part.unwrap_or_else(|| batch.without_targets()))
-    }
-
     /// Returns the log-probability of each of `examples` examples under the model as it is now, as
     /// the objective compares it. `batches` has every example once, and all ranks call this with
     /// the same ones. Calls `seen` with the number of samples done so far.
@@ -134,8 +96,41 @@ impl Trainer {
 }
 
 impl Engine {
+    /// Returns `totals` with the drift of the model from its reference, if the objective needs it:
+    /// by a forward over the mismatched answers of `batches`, this rank's micro-batches. All ranks
+    /// call it together, with equally many. `reference` returns the log-probability of each sample
+    /// under the reference.
+    pub(super) fn with_drift(
+        &self,
+        totals: StepTotals,
+        objective: &dyn Objective,
+        batches: &[Cow<'_, Batch>],
+        reference: impl Fn(&Batch) -> Result<Option<Vec<f64>>>,
+    ) -> Result<StepTotals> {
+        if !objective.needs_drift() {
+            return Ok(totals);
+        }
+        let mut ratios = 0.0;
+        for batch in batches {
+            // A rank without a micro-batch of its own computes with its peers.
+            let part = batch.only(|role| role == Role::Mismatched).unwrap_or_else(|| batch.without_targets());
+            let policy = self.sample_log_probs(objective, &part, AdapterSwitch::On)?;
+            let answers = part.samples.iter().zip(policy.iter().zip(reference(&part)?.unwrap_or_default()));
+            ratios += answers
+                .filter(|(sample, _)| sample.role == Role::Mismatched)
+                .map(|(_, (policy, reference))| policy - reference)
+                .sum::<f64>();
+        }
+        let mut sum = [ratios];
+        self.store.sum("drift from the reference", &mut sum)?;
+        Ok(StepTotals { drift: (sum[0] / totals.mismatched.max(1.0)).max(0.0), ..totals })
+    }
+
     /// Returns the log-probability of each sample of a micro-batch, as `objective` compares it.
-    fn sample_log_probs(
+    ///
+    /// # Errors
+    /// Those of [`Engine::score`].
+    pub fn sample_log_probs(
         &self,
         objective: &dyn Objective,
         batch: &Batch,
@@ -144,4 +139,13 @@ impl Engine {
         let scores = thread_pool::run_in_pool(&self.device, || self.score(batch, adapter))?;
         Ok(objective.sample_log_probs(batch, &scores))
     }
+}
+
+/// Returns the part of a micro-batch that has a loss: all but the mismatched answers.
+pub(super) fn part_with_loss<'b>(objective: &dyn Objective, batch: &'b Batch) -> Cow<'b, Batch> {
+    if !objective.needs_drift() {
+        return Cow::Borrowed(batch);
+    }
+    let part = batch.only(|role| role != Role::Mismatched);
+    Cow::Owned(part.unwrap_or_else(|| batch.without_targets()))
 }

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 use super::divergence::DivergedStep;
-use super::reference::{DataUse, Reference};
+use super::reference::{DataUse, Reference, part_with_loss};
 use super::{EmbeddingNoise, Engine, MicroStep, Stage};
 use crate::collective::Phase;
-use crate::data::batch::local_micro_batches;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{DropoutContext, ExpertBalance};
@@ -174,7 +173,7 @@ impl Trainer {
         let store = &self.engine.store;
         store.zero_gradients()?;
         let stream = RngStream::new(self.options.seed).named("dropout").part(0);
-        let batch = &*self.part_with_loss(batch);
+        let batch = &*part_with_loss(&*self.objective, batch);
         let reference = self.reference_of(batch, DataUse::Training)?;
         let micro_step = MicroStep {
             objective: &*self.objective,
@@ -199,17 +198,8 @@ impl Trainer {
     /// # Errors
     /// Those of [`Engine::evaluate`].
     pub fn evaluate(&self, batches: &[Batch]) -> Result<Evaluation> {
-        let mesh = self.engine.store.mesh();
-        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
-        let totals = self.with_drift(StepTotals::of(batches), &own, DataUse::Evaluation)?;
-        let with_loss = |batch: &Batch| self.part_with_loss(batch).into_owned();
-        let parts = if self.objective.needs_drift() {
-            Cow::Owned(batches.iter().map(with_loss).collect())
-        } else {
-            Cow::Borrowed(batches)
-        };
         let reference = |batch: &Batch| self.reference_of(batch, DataUse::Evaluation);
-        self.engine.evaluate(&*self.objective, (&parts, totals), reference, |_| ())
+        self.engine.evaluate(&*self.objective, batches, reference, |_| ())
     }
 
     /// Returns the noise on embeddings in step `number`.
@@ -280,8 +270,10 @@ impl Trainer {
         let noise = self.noise(number);
         let mesh = self.engine.store.mesh();
         let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
-        let totals = self.with_drift(totals, &turns, DataUse::Training)?;
-        let turns: Vec<Cow<'_, Batch>> = turns.iter().map(|batch| self.part_with_loss(batch)).collect();
+        let reference = |batch: &Batch| self.reference_of(batch, DataUse::Training);
+        let totals = self.engine.with_drift(totals, &*self.objective, &turns, reference)?;
+        let with_loss = |batch| part_with_loss(&*self.objective, batch);
+        let turns: Vec<Cow<'_, Batch>> = turns.iter().map(|batch| with_loss(batch)).collect();
         let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
         let micro_step = |turn: usize, batch: &Batch| MicroStep {
             objective: &*self.objective,
@@ -304,7 +296,7 @@ impl Trainer {
             let mut sums = LossSums::default();
             for (turn, batch) in turns.iter().enumerate() {
                 let balance = balance.as_ref().filter(|_| !is_idle(turn));
-                let reference = self.reference_of(batch, DataUse::Training)?;
+                let reference = reference(batch)?;
                 let step = MicroStep { balance, reference: reference.as_deref(), ..micro_step(turn, batch) };
                 let mut part = self.engine.micro_step(batch, step)?;
                 part.experts = part.experts.counted(!is_idle(turn));
