@@ -111,9 +111,6 @@ impl DataView<'_> {
             if example.role != Role::Plain {
                 shown["role"] = json!(example.role.to_string());
             }
-            if let Role::Chosen { margin } = example.role {
-                shown["margin"] = json!(margin);
-            }
             shown
         });
         let held_out = self.held_out.map(|held_out| {
@@ -162,7 +159,6 @@ fn head(number: usize, example: &Example) -> String {
     let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
     let (role, what) = match example.role {
         Role::Plain => (String::new(), "trained"),
-        Role::Chosen { margin } if margin != 0.0 => (format!("chosen (margin {margin}), "), "in the answer"),
         role => (format!("{role}, "), "in the answer"),
     };
     format!("row {number}, {role}{}: {tokens}, {trained} {what}\n", example.origin)

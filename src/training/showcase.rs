@@ -7,7 +7,7 @@ use crate::engine::{Engine, RunSummary, TokenSampler};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::parallel::ShardingStrategy;
 use crate::planning::Plan;
-use crate::recipe::{ObjectiveKind, Offload};
+use crate::recipe::Offload;
 use crate::report::html::AnsweredQuestion;
 use crate::report::{EvalReport, HeldOutAnswer, Terminal};
 use crate::units;
@@ -57,9 +57,7 @@ impl Showcase {
             () if samples > 0 => ANSWER_TOKENS.0,
             () => affordable_tokens(plan),
         };
-        // A reward model answers nothing.
-        let answers = tokens > 0 && plan.recipe.objective.kind != ObjectiveKind::Reward;
-        let Some(held_out) = plan.held_out.as_ref().filter(|_| answers) else {
+        let Some(held_out) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
             return Ok(Showcase::default());
         };
         let tokenizer = &plan.dataset_loader.tokenizer;

@@ -254,7 +254,7 @@ impl Rows {
 /// Returns one micro-batch of TRL: pairs, or answers with a label and mismatched ones.
 fn micro_batch(files: &ModelFiles, name: &str, first_token: u64, example: &mut u32) -> Batch {
     let mut batch = Batch { first_token, ..Batch::default() };
-    let chosen = Role::Chosen { margin: 0.0 };
+    let chosen = Role::Chosen;
     if files.info(&format!("{name}label")).is_some() {
         let rows = Rows::read(files, name, "");
         let has_mismatched = files.info(&format!("{name}KL_input_ids")).is_some();

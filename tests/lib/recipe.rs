@@ -220,14 +220,14 @@ fn unknown_recipes_name_the_nearest() {
     error: cannot find recipe `loar.toml`
       caused by: no such file
       caused by: unknown built-in recipe `loar`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, reward, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
       caused by: no such file
       caused by: unknown built-in recipe `mine/best`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, reward, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: `finetune recipes` lists the built-in recipes and their purposes
     ");
 }

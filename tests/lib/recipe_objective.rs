@@ -33,9 +33,7 @@ fn defaults_are_those_of_trl() {
     assert!(!recipe("kind = \"kto\"\nloss_type = \"apo_zero_unpaired\"\n").objective.needs_mismatched());
     let cpo = recipe("kind = \"cpo\"\n").objective;
     assert_eq!((cpo.losses(), cpo.cpo_alpha, cpo.simpo_gamma), (vec![LossType::Sigmoid], 1.0, 0.5));
-    for kind in
-        [ObjectiveKind::Orpo, ObjectiveKind::Simpo, ObjectiveKind::Reward, ObjectiveKind::CrossEntropy]
-    {
+    for kind in [ObjectiveKind::Orpo, ObjectiveKind::Simpo, ObjectiveKind::CrossEntropy] {
         assert!(recipe(&format!("kind = \"{kind}\"\n")).objective.losses().is_empty(), "{kind}");
     }
 }
@@ -69,11 +67,6 @@ const WITHOUT_EFFECT: &[(&str, &str, &str)] = &[
         "kind = \"orpo\"\nlabel_smoothing = 0.1\n",
         "`objective.label_smoothing` has no effect with `kind",
         "`kind = \"cpo\"`",
-    ),
-    (
-        "kind = \"reward\"\nbeta = 1\n",
-        "`objective.beta` has no effect with `kind = \"reward\"`",
-        "remove `beta`",
     ),
     (
         "kind = \"dpo\"\nf_alpha_divergence_coef = 0.3\n",
@@ -189,7 +182,7 @@ fn names_of_other_trainers_are_known() {
         );
     }
     for (value, hint) in
-        [("ipo", "loss_type = [\"ipo\"]"), ("rm", "kind = \"reward\""), ("grpo", "not available")]
+        [("ipo", "loss_type = [\"ipo\"]"), ("rm", "not available"), ("grpo", "not available")]
     {
         let error = load(&format!("kind = \"{value}\"\n"), &[]).unwrap_err();
         assert!(error.contains(hint), "{value}: {error}");

@@ -209,8 +209,7 @@ mod tests {
             role,
             ..example(&vec![2; n], &vec![1; n])
         };
-        let pair =
-            |group, n, m| [side(n, group, Role::Chosen { margin: 0.5 }), side(m, group, Role::Rejected)];
+        let pair = |group, n, m| [side(n, group, Role::Chosen), side(m, group, Role::Rejected)];
         let rows = [pair(0, 2, 3), pair(1, 1, 3), pair(2, 6, 6), pair(3, 1, 1)].concat();
         let batches: Vec<_> = in_order(&rows, 8).collect();
         assert_eq!(batches.iter().map(Batch::len).collect::<Vec<_>>(), [5, 4, 12, 2]);

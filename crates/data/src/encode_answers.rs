@@ -18,7 +18,7 @@ use super::parsed_row::{Answer, AnsweredRow, Task};
 use super::role::Role;
 use super::spans::ChatOfRow;
 use super::{Origin, RowError, RowFault, RowFaultKind};
-use crate::recipe::enums::{ObjectiveKind, OnLongRow};
+use crate::recipe::enums::OnLongRow;
 
 /// The examples of a row with answers.
 #[derive(Debug, Clone, PartialEq)]
@@ -190,7 +190,7 @@ impl Encoder<'_> {
             let answer = AnswerTokens { role: *role, ids, prompt: shared };
             answers.push(if is_cpo_like { self.as_cpo(answer, prompt.len()) } else { answer });
         }
-        let is_pair = |role: Role| matches!(role, Role::Chosen { .. } | Role::Rejected);
+        let is_pair = |role: Role| matches!(role, Role::Chosen | Role::Rejected);
         if !is_cpo_like && answers.iter().all(|answer| is_pair(answer.role)) {
             let shared = answers.iter().map(|answer| answer.prompt).min().unwrap_or(0);
             answers.iter_mut().for_each(|answer| answer.prompt = shared);
@@ -228,16 +228,14 @@ impl Encoder<'_> {
         let options = self.options();
         let max = options.max_seq_len;
         let was = answers.iter().map(|answer| answer.ids.len()).max().unwrap_or(0);
-        // A reward model scores the last token: without it, the text has no score.
-        let drops = options.on_long_row == OnLongRow::Drop || options.objective == ObjectiveKind::Reward;
         if was > max {
             match options.on_long_row {
                 OnLongRow::Stop => return Err(self.too_long(was).into()),
-                _ if drops => return Ok(Encoding::Dropped { was }),
-                _ if answers.iter().any(|answer| answer.prompt >= max) => {
+                OnLongRow::Drop => return Ok(Encoding::Dropped { was }),
+                OnLongRow::Truncate if answers.iter().any(|answer| answer.prompt >= max) => {
                     return Ok(Encoding::CutAway { was });
                 }
-                _ => {}
+                OnLongRow::Truncate => {}
             }
         }
         let cut = answers.iter().filter(|answer| answer.ids.len() > max).count();

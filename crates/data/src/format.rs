@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::conversation::{Conversation, OPTIONS_KEY, SYSTEM_KEYS, TOOLS_KEYS, tools_of, truth};
 use super::json_rows::json_type;
 use super::labelled_rows::{self, LABEL_KEYS};
-use super::pair_rows::{PairRow, margin};
+use super::pair_rows::PairRow;
 use super::parsed_row::{ParsedRow, Task};
 use super::raw_rows::RawRow;
 use super::role::Role;
@@ -150,8 +150,7 @@ fn keys_found(format: DataFormat, rows: &[RawRow], wanted: ObjectiveRows) -> Str
 /// Keys of a row that an objective reads beside those of the format.
 fn keys_of_objective(rows: ObjectiveRows) -> &'static [&'static str] {
     match rows {
-        ObjectiveRows::Single => &[],
-        ObjectiveRows::Pairs => &["margin"],
+        ObjectiveRows::Single | ObjectiveRows::Pairs => &[],
         ObjectiveRows::Labelled => &LABEL_KEYS,
     }
 }
@@ -252,10 +251,7 @@ pub fn convert(
             }
         }
         (ObjectiveRows::Single, _) => convert_single(row, format).map(Some),
-        (ObjectiveRows::Pairs, _) => {
-            let roles = [Role::Chosen { margin: margin(row)? }, Role::Rejected];
-            PairRow::read(row)?.answered(roles).map(Some)
-        }
+        (ObjectiveRows::Pairs, _) => PairRow::read(row)?.answered([Role::Chosen, Role::Rejected]).map(Some),
         (ObjectiveRows::Labelled, DataFormat::Preference) => {
             labelled_rows::of_pair(PairRow::read(row)?).map(Some)
         }

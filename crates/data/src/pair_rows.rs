@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::RowFault;
 use super::conversation::{Conversation, messages_of, tools_of};
-use super::format::{alpaca, fault, optional_text, task, text};
+use super::format::{alpaca, fault, task, text};
 use super::json_rows::json_type;
 use super::parsed_row::{Answer, AnsweredRow, ParsedRow, Task};
 use super::role::Role;
@@ -176,22 +176,6 @@ fn shared_start(chosen: &str, rejected: &str) -> usize {
         Some(((at, _), _)) => at - usize::from(chosen[..at].ends_with(' ')),
         None => chosen.char_indices().nth(least).map_or(0, |(at, _)| at),
     }
-}
-
-/// The margin of a row, the least difference of the two rewards; 0 without one.
-///
-/// # Errors
-/// Fails if it is no finite number.
-pub(super) fn margin(row: &Map<String, Value>) -> Result<f32, RowFault> {
-    let number = match row.get("margin") {
-        None | Some(Value::Null) => return Ok(0.0),
-        Some(Value::Number(number)) => number.as_f64(),
-        // CSV has no numbers.
-        Some(Value::String(_)) => optional_text(row, "margin")?.trim().parse().ok(),
-        Some(_) => None,
-    };
-    let number = number.map(|number| number as f32).filter(|number| number.is_finite());
-    number.ok_or_else(|| fault(format!("`margin` is {}; a number is needed", row["margin"])))
 }
 
 #[cfg(test)]

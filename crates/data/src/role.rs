@@ -7,16 +7,13 @@ use std::fmt;
 /// The two answers of a pair are neighbours in one [group](super::ExampleSource::group): first the
 /// chosen answer, then the rejected one. A row of KTO is a group of its own answer and, if the loss
 /// needs it, the mismatched one.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Role {
     /// Trained by itself.
     #[default]
     Plain,
     /// The better answer of a pair.
-    Chosen {
-        /// The least difference of the two rewards that the row asks for; 0 without a `margin`.
-        margin: f32,
-    },
+    Chosen,
     /// The worse answer of a pair.
     Rejected,
     /// An answer that its row marks as good.
@@ -32,7 +29,7 @@ impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Role::Plain => "plain",
-            Role::Chosen { .. } => "chosen",
+            Role::Chosen => "chosen",
             Role::Rejected => "rejected",
             Role::Desirable => "desirable",
             Role::Undesirable => "undesirable",
@@ -52,7 +49,7 @@ impl Role {
     pub(super) fn digest_bytes(self) -> Vec<u8> {
         match self {
             Role::Plain => Vec::new(),
-            Role::Chosen { margin } => [&[1][..], &margin.to_le_bytes()].concat(),
+            Role::Chosen => vec![1],
             Role::Rejected => vec![2],
             Role::Desirable => vec![3],
             Role::Undesirable => vec![4],

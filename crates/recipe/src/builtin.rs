@@ -59,7 +59,6 @@ pub const BUILT_IN: &[BuiltIn] = built_in![
     "orpo",
     "cpo",
     "simpo",
-    "reward",
     "ddp-lora",
     "fsdp-full",
     "fsdp-qlora",

@@ -68,9 +68,7 @@ fn losses_of(kind: ObjectiveKind) -> &'static [LossType] {
         ],
         ObjectiveKind::Kto => &[Kto, ApoZeroUnpaired],
         ObjectiveKind::Cpo => &[Sigmoid, Hinge, Ipo, Simpo],
-        ObjectiveKind::CrossEntropy | ObjectiveKind::Orpo | ObjectiveKind::Simpo | ObjectiveKind::Reward => {
-            &[]
-        }
+        ObjectiveKind::CrossEntropy | ObjectiveKind::Orpo | ObjectiveKind::Simpo => &[],
     }
 }
 
@@ -115,7 +113,7 @@ struct KindKey {
 
 /// The keys beside `kind`, for the values of `objective`.
 fn kind_keys(objective: &ObjectiveSection) -> Vec<KindKey> {
-    use ObjectiveKind::{Cpo, Dpo, Kto, Orpo, Reward, Simpo};
+    use ObjectiveKind::{Cpo, Dpo, Kto, Orpo, Simpo};
     let ObjectiveSection { kind, loss_type, loss_weights, .. } = objective;
     let (default, losses) = (ObjectiveSection::default(), objective.losses());
     let key = |key, is_written, kinds, is_read| KindKey { key, is_written, kinds, is_read };
@@ -145,7 +143,6 @@ fn kind_keys(objective: &ObjectiveSection) -> Vec<KindKey> {
         key("undesirable_weight", objective.undesirable_weight != 1.0, &[Kto], true),
         key("cpo_alpha", objective.cpo_alpha != default.cpo_alpha, &[Cpo], true),
         key("simpo_gamma", objective.simpo_gamma != default.simpo_gamma, &[Cpo, Simpo], gamma),
-        key("center_rewards_coefficient", objective.center_rewards_coefficient.is_some(), &[Reward], true),
     ]
 }
 
@@ -262,11 +259,6 @@ fn data(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     if recipe.data.train_on != TrainOn::default() {
         let text = format!("has no effect with `objective.kind = \"{kind}\"`, which reads the answers alone");
         let conflict = KeyConflict::new("data", "train_on", text, "remove `train_on`");
-        conflicts.push(conflict.overruled_by("objective", "kind"));
-    }
-    if recipe.eval.samples > 0 && kind == ObjectiveKind::Reward {
-        let text = "has no effect with `objective.kind = \"reward\"`: a reward model answers nothing";
-        let conflict = KeyConflict::new("eval", "samples", text, "remove `samples`");
         conflicts.push(conflict.overruled_by("objective", "kind"));
     }
     if recipe.data.format == DataFormat::PreferenceChosen {

@@ -33,7 +33,7 @@ pub(super) const KEYS: &[(&str, &str, &[&str])] = &[
         ],
     ),
     ("data", "chat_template", &["template"]),
-    ("objective", "kind", &["rl", "stage", "reward_model"]),
+    ("objective", "kind", &["rl", "stage"]),
     ("objective", "loss_type", &["pref_loss", "dpo_loss_type", "rpo_alpha", "pref_ftx"]),
     ("objective", "beta", &["rl_beta", "dpo_beta", "pref_beta", "kto_beta", "orpo_alpha", "orpo_beta"]),
     ("objective", "label_smoothing", &["dpo_label_smoothing"]),
@@ -70,7 +70,6 @@ pub(super) const KEYS: &[(&str, &str, &[&str])] = &[
 
 /// Keys in [`KEYS`] that correspond to one value of the equivalent key, in TOML.
 const KEYS_OF_ONE_VALUE: &[(&str, &str)] = &[
-    ("reward_model", "\"reward\""),
     ("rpo_alpha", CHOSEN_TOO),
     ("pref_ftx", CHOSEN_TOO),
     ("saves_per_epoch", "\"epoch\""),
@@ -129,7 +128,7 @@ const VALUES: &[(&str, &[&str], &str)] = &[
     ("data.format", &["chat_template", "chat", "chatml", "openai"], "write `format = \"messages\"`"),
     ("data.format", &["completion"], "write `format = \"text\"` for plain text, or \"prompt_completion\""),
     ("objective.kind", &["sft", "pt", "causal_lm"], "write `kind = \"cross_entropy\"`"),
-    ("objective.kind", &["rm", "reward_model"], "write `kind = \"reward\"`"),
+    ("objective.kind", &["rm", "reward", "reward_model"], "not available: finetune trains no reward models"),
     ("objective.kind", &["ipo"], "write `kind = \"dpo\"` and `loss_type = [\"ipo\"]`"),
     (
         "objective.kind",

@@ -174,9 +174,6 @@ section! {
         cpo_alpha: f64 = 1.0, AtLeast(0.0);
         /// Margin between the two answers of a pair that simpo trains for.
         simpo_gamma: f64 = 0.5, AtLeast(0.0);
-        /// Weight of the squared sum of a pair's two rewards, which keeps the rewards of a reward
-        /// model near zero; 0.01 is usual; not set: none.
-        center_rewards_coefficient: Option<f64> = None, AtLeast(0.0);
     }
 }
 

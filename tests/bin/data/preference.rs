@@ -14,7 +14,7 @@ fn test_dir(rows: &[Value]) -> TestDir {
 
 fn pairs() -> [Value; 2] {
     [
-        json!({"prompt": "2 + 2?\n", "chosen": "4", "rejected": "five", "margin": 1.5}),
+        json!({"prompt": "2 + 2?\n", "chosen": "4", "rejected": "five"}),
         json!({"prompt": "3 + 3?\n", "chosen": "6", "rejected": "five"}),
     ]
 }
@@ -22,10 +22,10 @@ fn pairs() -> [Value; 2] {
 #[test]
 fn both_answers_are_shown_with_their_masks() {
     let dir = test_dir(&pairs());
-    for kind in ["dpo", "orpo", "cpo", "simpo", "reward"] {
+    for kind in ["dpo", "orpo", "cpo", "simpo"] {
         let said =
             dir.said(&[&DATA[..], &["--rows", "1", "--set", &format!("objective.kind={kind}")]].concat());
-        let chosen = "row 1, chosen (margin 1.5), [DIR]/rows.jsonl:1: ";
+        let chosen = "row 1, chosen, [DIR]/rows.jsonl:1: ";
         assert!(said.contains(chosen) && said.contains("2 + 2?\n⟦4<|eot_id|>⟧"), "{kind}: {said}");
         assert!(said.contains("row 1, rejected, [DIR]/rows.jsonl:1: "), "{kind}: {said}");
         assert!(said.contains("2 + 2?\n⟦five<|eot_id|>⟧") && !said.contains("row 2, "), "{kind}: {said}");
@@ -47,7 +47,7 @@ fn a_step_counts_pairs_without_packing() {
 }
 
 #[test]
-fn json_has_roles_and_margins() {
+fn json_has_roles() {
     let dir = test_dir(&pairs());
     let said = dir.said(&[&DATA[..], &["--json", "--quiet", "--set", "objective.kind=dpo"]].concat());
     let shown: Value = serde_json::from_str(&said).unwrap();
@@ -56,7 +56,6 @@ fn json_has_roles_and_margins() {
     };
     assert_eq!(of("row"), [1, 1, 2, 2].map(|row| json!(row)));
     assert_eq!(of("role"), ["chosen", "rejected", "chosen", "rejected"].map(|role| json!(role)));
-    assert_eq!(of("margin"), [json!(1.5), Value::Null, json!(0.0), Value::Null]);
 }
 
 #[test]
@@ -95,8 +94,6 @@ fn long_rows_are_counted() {
     );
     assert!(dpo.contains("row cut to data.max_seq_len, within the answer"), "{dpo}");
     assert!(dpo.contains("4 examples (2 chosen, 2 rejected)"), "{dpo}");
-    let reward = args("reward");
-    assert!(reward.contains("2 rows dropped for their length"), "{reward}");
 }
 
 #[test]
@@ -124,11 +121,11 @@ fn bad_pairs_are_listed() {
 /// The rows of the preference recipes, on the model that they name.
 #[test]
 fn rows_of_the_recipes_load() {
-    for kind in ["dpo", "kto", "orpo", "cpo", "simpo", "reward"] {
+    for kind in ["dpo", "kto", "orpo", "cpo", "simpo"] {
         let rows = if kind == "kto" { "builtin:labelled-train.jsonl" } else { "builtin:pairs-train.jsonl" };
         let dir = TestDir::with_model("tiny-llama3");
         let said = dir.said(&["data", "--model", "builtin:quickstart", "--recipe", kind, "--dataset", rows]);
-        let wanted = if kind == "kto" { "400 examples (" } else { "800 examples (400 chosen, 400 rejected)" };
+        let wanted = if kind == "kto" { "360 examples (" } else { "720 examples (360 chosen, 360 rejected)" };
         assert!(said.contains(wanted) && !said.contains("warning:"), "{kind}: {said}");
     }
 }

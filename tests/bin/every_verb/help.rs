@@ -999,7 +999,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: unknown built-in recipe `flul`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, reward, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
     ");
 }

@@ -25,14 +25,9 @@ def example(role, ids, attention, answer):
 def pairs(batch):
     """The sides of each pair: DPO's batches hold all chosen rows, then all rejected ones."""
     half = len(batch["input_ids"]) // 2
-    masks = batch.get("completion_mask")
     for row in range(half):
         for role, at in (("chosen", row), ("rejected", half + row)):
-            ids, attention = batch["input_ids"][at], batch["attention_mask"][at]
-            if masks is None:  # A reward model has no answer mask.
-                yield {"role": role, "ids": unpadded(ids, attention)}
-            else:
-                yield example(role, ids, attention, masks[at])
+            yield example(role, batch["input_ids"][at], batch["attention_mask"][at], batch["completion_mask"][at])
 
 
 def labelled(batch):
@@ -52,7 +47,7 @@ def labels(batch):
             yield example(role, ids, attention, [int(mark != -100) for mark in marks])
 
 
-READERS = {"dpo": pairs, "reward": pairs, "kto": labelled, "orpo": labels, "cpo": labels}
+READERS = {"dpo": pairs, "kto": labelled, "orpo": labels, "cpo": labels}
 cases = []
 for trainer, read in READERS.items():
     for case in json.loads((source / "tokenize" / f"{trainer}.json").read_text()):

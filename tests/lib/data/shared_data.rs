@@ -77,11 +77,11 @@ fn preferences_load_for_every_objective() {
     let Some(shared) = shared() else { return };
     let tokenizer = tokenizer("tiny-qwen3");
     let template = template(&tokenizer);
-    let pairs = [ObjectiveKind::Dpo, ObjectiveKind::Orpo, ObjectiveKind::Reward, ObjectiveKind::Kto];
+    let pairs = [ObjectiveKind::Dpo, ObjectiveKind::Orpo, ObjectiveKind::Kto];
     let files = [
         ("dpo_hh_clean.jsonl", 277, &pairs[..], 2),
         ("dpo_sharegpt.jsonl", 110, &pairs, 2),
-        ("kto_messages.jsonl", 120, &pairs[3..], 1),
+        ("kto_messages.jsonl", 120, &pairs[2..], 1),
     ];
     for (file, rows, objectives, answers) in files {
         for objective in objectives {

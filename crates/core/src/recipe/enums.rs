@@ -183,8 +183,6 @@ choices! {
         Cpo = "cpo",
         /// Simple preference optimization: pairs by mean log-probability (arXiv:2405.14734).
         Simpo = "simpo",
-        /// Reward model: a score for each answer of a pair.
-        Reward = "reward",
     }
 }
 
@@ -205,11 +203,9 @@ impl ObjectiveKind {
         match self {
             ObjectiveKind::CrossEntropy => ObjectiveRows::Single,
             ObjectiveKind::Kto => ObjectiveRows::Labelled,
-            ObjectiveKind::Dpo
-            | ObjectiveKind::Orpo
-            | ObjectiveKind::Cpo
-            | ObjectiveKind::Simpo
-            | ObjectiveKind::Reward => ObjectiveRows::Pairs,
+            ObjectiveKind::Dpo | ObjectiveKind::Orpo | ObjectiveKind::Cpo | ObjectiveKind::Simpo => {
+                ObjectiveRows::Pairs
+            }
         }
     }
 

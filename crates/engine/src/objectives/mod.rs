@@ -173,7 +173,6 @@ pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
             Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss: LossType::Simpo, alpha: 0.0 }))
         }
         ObjectiveKind::Kto => Arc::new(ByLogProbs(Kto { keys: section.clone() })),
-        ObjectiveKind::Reward => Arc::new(CrossEntropy), // WIP
     }
 }
 

@@ -26,7 +26,7 @@ impl LogProbLoss for Orpo {
     fn targets<'a>(&self, batch: &'a Batch) -> Cow<'a, [u32]> {
         let mut targets = batch.targets.clone();
         for sample in &batch.samples {
-            if matches!(sample.role, Role::Chosen { .. }) && sample.len > 0 {
+            if sample.role == Role::Chosen && sample.len > 0 {
                 let last = sample.start + sample.len - 1;
                 targets[sample.start..last].copy_from_slice(&batch.ids[sample.start + 1..=last]);
             }

@@ -17,7 +17,7 @@ pub(super) struct Pair {
 pub(super) fn pairs(batch: &Batch) -> Result<Vec<Pair>> {
     let mut pairs = Vec::new();
     for (at, sample) in batch.samples.iter().enumerate() {
-        if matches!(sample.role, Role::Chosen { .. }) {
+        if sample.role == Role::Chosen {
             if batch.samples.get(at + 1).map(|next| next.role) != Some(Role::Rejected) {
                 return Err(Error::internal("a chosen answer has no rejected one after it"));
             }

@@ -36,7 +36,7 @@ impl StepTotals {
                 totals.samples += 1.0;
                 totals.targets += targets;
                 match sample.role {
-                    Role::Chosen { .. } => {
+                    Role::Chosen => {
                         totals.pairs += 1.0;
                         totals.chosen_targets += targets;
                         totals.chosen_tokens += sample.len.saturating_sub(1) as f64;
