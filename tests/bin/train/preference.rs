@@ -45,7 +45,7 @@ impl GoldenRun {
         for (key, value) in [
             ("data.shuffle", "false".to_owned()),
             ("data.packing", "false".into()),
-            ("data.max_seq_len", "256".into()),
+            ("data.max_seq_len", "512".into()),
             ("train.max_steps", run["steps"].to_string()),
             ("train.micro_batch_size", rows.to_string()),
             ("train.max_grad_norm", run["clip"].to_string()),

@@ -83,7 +83,8 @@ impl Trainer {
             let of_samples = self.engine.sample_log_probs(&*self.objective, mine, AdapterSwitch::On)?;
             // A rank without a batch has one without targets, whose log-probabilities are 0.
             for (sample, log_prob) in mine.samples.iter().zip(of_samples) {
-                log_probs[sample.example as usize] += log_prob;
+                let unknown = || Error::internal("a sample is of no example");
+                *log_probs.get_mut(sample.example as usize).ok_or_else(unknown)? += log_prob;
             }
             done += round.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
             seen(done);
