@@ -762,6 +762,17 @@ fn the_resolved_recipe_in_full() {
 
     [objective]
     kind = "cross_entropy"
+    beta = 0.1
+    label_smoothing = 0.0
+    f_divergence_type = "reverse_kl"
+    f_alpha_divergence_coef = 0.5
+    use_weighting = false
+    discopop_tau = 0.05
+    precompute_ref_log_probs = false
+    desirable_weight = 1.0
+    undesirable_weight = 1.0
+    cpo_alpha = 1.0
+    simpo_gamma = 0.5
 
     [train]
     epochs = 3.0
