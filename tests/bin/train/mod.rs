@@ -12,6 +12,7 @@ mod log_command;
 mod monitoring;
 mod older_checkpoint;
 mod preference;
+mod preference_recipes;
 mod qlora;
 mod recipes_learn;
 mod report_page;
