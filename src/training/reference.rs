@@ -6,13 +6,13 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::train::TrainRun;
-use crate::checkpoint::RunRecord;
+use crate::checkpoint::{RunFolder, RunRecord};
 use crate::collective::{Collective, Phase};
 use crate::data::{self, Batch, Dataset, ExampleSource as _};
 use crate::engine::{Reference, ReferenceLogProbs, Trainer};
 use crate::error::{Error, Result, input_file};
 use crate::planning::Plan;
+use crate::report::Terminal;
 
 /// Log-probabilities of the reference, in the output folder.
 pub(crate) const REFERENCE: &str = "reference_log_probs.json";
@@ -82,6 +82,19 @@ pub(crate) fn is_precomputed(plan: &Plan) -> bool {
     plan.recipe.objective.has_reference() && plan.recipe.objective.precompute_ref_log_probs
 }
 
+/// The run that the log-probabilities belong to.
+pub(super) struct ReferenceRun<'a> {
+    pub(super) plan: &'a Plan,
+    /// The folder with those of an earlier part of the run: that of the checkpoint to resume, or
+    /// the output folder.
+    pub(super) from: &'a Path,
+    /// True if the run resumes from a checkpoint.
+    pub(super) is_resumed: bool,
+    /// The output folder, in the process of the first rank.
+    pub(super) folder: Option<&'a RunFolder>,
+    pub(super) terminal: &'a Terminal,
+}
+
 /// Returns the trainer with the log-probabilities of its reference, if the recipe precomputes them:
 /// those of an earlier part of the run, or those of the model as it is now, before the first step.
 /// All ranks call it.
@@ -101,10 +114,9 @@ pub(super) fn with_reference(
     world.enter(Phase::Evaluate)?;
     let first = world.rank() == 0;
     let mut reference = StoredReference::describe(plan);
-    let folder = run.resumed.and_then(|saved| saved.folder.parent()).unwrap_or(run.args.output());
-    let stored = if first { StoredReference::read(folder, &reference)? } else { None };
-    if first && stored.is_none() && run.resumed.is_some() {
-        return Err(Error::user(format!("cannot resume from {}", folder.display()))
+    let stored = if first { StoredReference::read(from, &reference)? } else { None };
+    if first && stored.is_none() && run.is_resumed {
+        return Err(Error::user(format!("cannot resume from {}", from.display()))
             .because(format!("{REFERENCE}, which has the log-probabilities of the reference, is missing"))
             .hint("restore the file, or start again in a new folder with `--output`"));
     }
@@ -124,7 +136,7 @@ pub(super) fn with_reference(
         ReferenceLogProbs { train: reference.train, held_out: reference.held_out } =
             reference_log_probs(plan, &trainer, show)?;
     }
-    if let (Some((folder, _)), true) = (run.folder.get(), first) {
+    if let (Some(folder), true) = (run.folder, first) {
         let text = serde_json::to_string(&reference)
             .map_err(|error| Error::internal("cannot write log-probabilities").because(error.to_string()))?;
         folder.write_text(REFERENCE, &(text + "\n"))?;

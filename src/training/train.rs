@@ -14,7 +14,7 @@ use super::device_failure::explained;
 use super::earlier::EarlierRun;
 use super::monitoring::{self, SharedLogCommand};
 use super::output_folder::{METRICS, OutputFolder, RECIPE, lies_in};
-use super::reference::{batches_in_order, with_reference};
+use super::reference::{ReferenceRun, batches_in_order, with_reference};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::Showcase;
@@ -135,7 +135,7 @@ impl TrainRun<'_> {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
-        let mut trainer = with_reference(self, trainer, &*world)?;
+        let mut trainer = self.with_reference(trainer, &*world)?;
         let tokenizer = &plan.dataset_loader.tokenizer;
         let before = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         if first {
@@ -205,6 +205,19 @@ impl TrainRun<'_> {
         }
         digest.map_or(Ok(()), |digest| self.finish_digest(digest))?;
         Ok(trainer)
+    }
+
+    /// Returns the trainer with the reference of its objective.
+    fn with_reference(&self, trainer: Trainer, world: &dyn Collective) -> Result<Trainer> {
+        let checkpoint_parent = self.resumed.and_then(|saved| saved.folder.parent());
+        let run = ReferenceRun {
+            plan: self.plan,
+            from: checkpoint_parent.unwrap_or(self.args.output()),
+            is_resumed: self.resumed.is_some(),
+            folder: self.folder.get().map(|(folder, _)| folder),
+            terminal: self.terminal,
+        };
+        with_reference(&run, trainer, world)
     }
 
     /// Compares the base once more, by the digest of every byte.

@@ -27,6 +27,7 @@ mod state;
 mod stop_text;
 mod train_loop;
 mod trainer;
+mod trainer_reference;
 mod utilization;
 
 use candle_core::{Device, Tensor};

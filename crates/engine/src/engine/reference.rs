@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-use super::{Engine, Trainer};
+use super::Engine;
 use crate::data::{Batch, Role, Sample};
 use crate::error::{Error, Result};
 use crate::model::AdapterSwitch;
@@ -42,7 +42,7 @@ pub(super) enum DataUse {
 
 impl ReferenceLogProbs {
     /// Returns the log-probability of each sample of a micro-batch.
-    fn of(&self, batch: &Batch, data: DataUse) -> Result<Vec<f64>> {
+    pub(super) fn of(&self, batch: &Batch, data: DataUse) -> Result<Vec<f64>> {
         let stored = match data {
             DataUse::Training => &self.train,
             DataUse::Evaluation => &self.held_out,
@@ -50,49 +50,6 @@ impl ReferenceLogProbs {
         let missing = || Error::internal("a sample has no precomputed log-probability of the reference");
         let value = |sample: &Sample| stored.get(sample.example as usize).copied().ok_or_else(missing);
         batch.samples.iter().map(value).collect()
-    }
-}
-
-impl Trainer {
-    /// Returns the log-probability of each sample of a micro-batch under the objective's reference;
-    /// `None` for an objective without one. All ranks call it together.
-    pub(super) fn reference_of(&self, batch: &Batch, data: DataUse) -> Result<Option<Vec<f64>>> {
-        match &self.reference {
-            _ if !self.objective.has_reference() => Ok(None),
-            Reference::Precomputed(stored) => stored.of(batch, data).map(Some),
-            Reference::AdapterOff => {
-                self.engine.sample_log_probs(&*self.objective, batch, AdapterSwitch::Off).map(Some)
-            }
-        }
-    }
-
-    /// Returns the log-probability of each of `examples` examples under the model as it is now, as
-    /// the objective compares it. `batches` has every example once, and all ranks call this with
-    /// the same ones. Calls `seen` with the number of samples done so far.
-    ///
-    /// # Errors
-    /// A tensor operation failed; a peer failed.
-    pub fn reference_log_probs(
-        &self,
-        batches: &[Batch],
-        examples: usize,
-        mut seen: impl FnMut(u64),
-    ) -> Result<Vec<f64>> {
-        let (mut log_probs, mut done) = (vec![0.0; examples], 0);
-        self.engine.in_rounds(batches, |round, mine| {
-            let of_samples = self.engine.sample_log_probs(&*self.objective, mine, AdapterSwitch::On)?;
-            // A rank without a batch has one without targets, whose log-probabilities are 0.
-            for (sample, log_prob) in mine.samples.iter().zip(of_samples) {
-                let unknown = || Error::internal("a sample is of no example");
-                *log_probs.get_mut(sample.example as usize).ok_or_else(unknown)? += log_prob;
-            }
-            done += round.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
-            seen(done);
-            Ok(())
-        })?;
-        // Each example has its value on one rank and 0 on the others.
-        self.engine.store.sum("log-probabilities of the reference", &mut log_probs)?;
-        Ok(log_probs)
     }
 }
 

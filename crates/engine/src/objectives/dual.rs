@@ -7,7 +7,7 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 /// A value and its derivatives by two variables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Dual {
-    /// The value.
+    /// The number itself.
     pub(super) value: f64,
     /// The derivative by each variable.
     pub(super) slopes: [f64; 2],

@@ -10,8 +10,8 @@ use super::{MetricSum, StepTotals};
 use crate::data::{Batch, Role};
 use crate::error::Result;
 
-/// The mean cross-entropy over all tokens of the chosen rows, minus `beta` times the mean over pairs
-/// of the log-sigmoid of their log odds ratio.
+/// The mean cross-entropy over all tokens of the chosen rows, minus `beta` times the mean over
+/// pairs of the log-sigmoid of their log odds ratio.
 #[derive(Debug)]
 pub(super) struct Orpo {
     pub(super) beta: f64,

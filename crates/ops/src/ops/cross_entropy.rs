@@ -277,8 +277,8 @@ pub fn score_targets(
 }
 
 /// Returns log Σ p² over all tokens for each row of `x: [N, D]` that has one of the N `targets`, in
-/// order: the logarithm of the expected probability of a sampled token. It is composed of other
-/// operations on every device.
+/// order and in f32: the logarithm of the expected probability of a sampled token. It is composed
+/// of other operations on every device.
 ///
 /// # Errors
 /// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
