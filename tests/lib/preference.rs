@@ -317,9 +317,7 @@ fn dpo_follows_trl() {
     for name in ["sigmoid", "sigmoid_qwen3", "sigmoid_b05", "plain_llama3", "accum3", "accum3_rpo_as_one"] {
         follows(&format!("dpo/dpo_{name}"));
     }
-    for name in
-        ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one"]
-    {
+    for name in ["plain", "plain_gemma2", "phi3", "implicit", "truncate_start", "accum3_as_one"] {
         follows_alone(&format!("dpo/dpo_{name}"));
     }
 }
