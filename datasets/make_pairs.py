@@ -1,9 +1,10 @@
-"""Writes the rows of the preference recipes from the questions of the tiny world: the same bytes on every machine.
+"""Writes the rows of the preference recipes from the questions of the tiny world: the same bytes
+on every machine.
 
     python3 datasets/make_pairs.py
 
-- pairs-train.jsonl: a story with a question, the right answer (`chosen`), and another value of the same kind
-  (`rejected`).
+- pairs-train.jsonl: a story with a question, the right answer (`chosen`), and another value of the
+  same kind (`rejected`).
 - labelled-train.jsonl: other stories, each with one answer and its `label`.
 """
 import hashlib

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::data_view::DataView;
-use super::{terminal, working_folder};
+use super::{data_json, terminal, working_folder};
 use crate::cli::DataArgs;
 use crate::data::{Dataset, ExampleFigures, Sampler, SamplerOptions, Tokenizer};
 use crate::error::input_file;
@@ -58,7 +58,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
         terminal.line(format!("the rows as a page: {}", path.display()));
     }
     if args.json {
-        return view.print_json(&terminal);
+        return data_json::print(&view, &terminal);
     }
     if args.tokens { view.print_tokens(&terminal) } else { view.print_text(&terminal) }
 }

@@ -1,9 +1,7 @@
-//! Output formats of `finetune data`: marked text, tables of tokens, JSON, an HTML page.
+//! Output formats of `finetune data` for people: marked text, tables of tokens, an HTML page.
 
 use std::fmt::Write as _;
 use std::path::Path;
-
-use serde_json::{Value, json};
 
 use crate::data::{Dataset, Example, ExampleFigures, Role, Tokenizer};
 use crate::error::Result;
@@ -15,9 +13,6 @@ use crate::weights::OutputKind;
 
 /// First bytes of a page of rows. A new page replaces only files that begin with them.
 const BEGINNING: &str = "<!doctype html>\n<!-- rows, by `finetune data` -->\n";
-
-/// Label of an untrained token in JSON: `ignore_index` of PyTorch's cross-entropy.
-const NOT_TRAINED: i64 = -100;
 
 /// Output file of `--html`.
 const OUTPUT: OutputKind = OutputKind {
@@ -45,12 +40,12 @@ pub(super) struct DataView<'a> {
 impl DataView<'_> {
     /// The examples of the first rows, each with the number of its row. The answers of a row share
     /// one number.
-    fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
+    pub(super) fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
         let groups = self.train.groups().take(self.rows).enumerate();
         groups.flat_map(|(at, group)| group.iter().map(move |example| (at + 1, example)))
     }
 
-    fn masked(&self) -> Result<Vec<MaskedRow>> {
+    pub(super) fn masked(&self) -> Result<Vec<MaskedRow>> {
         self.shown().map(|(_, example)| masked_row(example, self.tokenizer, 0..usize::MAX)).collect()
     }
 
@@ -88,55 +83,10 @@ impl DataView<'_> {
     }
 
     /// Returns the sentences on all rows.
-    fn summary(&self) -> String {
+    pub(super) fn summary(&self) -> String {
         let held_out = self.held_out_report.as_ref().map(|text| format!("held out: {text}\n"));
         let (report, figures, batches) = (self.train.report(), &self.figures, &self.batches);
         format!("{report}\n{figures}\n{batches}{}", held_out.unwrap_or_default())
-    }
-
-    /// Prints rows and summary as one JSON object.
-    pub(super) fn print_json(&self, terminal: &Terminal) -> Result<()> {
-        let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
-            let label = |(at, id): (usize, &u32)| {
-                if at > 0 && example.trained[at] { json!(id) } else { json!(NOT_TRAINED) }
-            };
-            let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
-            let mut shown = json!({
-                "row": number,
-                "origin": example.origin.to_string(),
-                "input_ids": example.ids,
-                "labels": example.ids.iter().enumerate().map(label).collect::<Vec<Value>>(),
-                "text": pieces.collect::<Vec<Value>>(),
-            });
-            if example.role != Role::Plain {
-                shown["role"] = json!(example.role.to_string());
-            }
-            shown
-        });
-        let held_out = self.held_out.map(|held_out| {
-            let (alike, rows) = held_out.count_alike(self.train);
-            json!({ "examples": held_out.examples().len(), "rows": rows, "rows_that_are_trained": alike })
-        });
-        let report = self.train.report();
-        let text = json!({
-            "rows": rows.collect::<Vec<Value>>(),
-            "data": {
-                "rows": report.rows,
-                "examples": report.examples,
-                "tokens": report.tokens,
-                "trained_tokens": report.trained_tokens,
-                "truncated": report.truncated,
-                "cut_answers": report.cut_answers,
-                "dropped": report.dropped,
-                "cut_away": report.cut_away,
-                "left_out": report.left_out,
-                "bad_rows": report.num_bad(),
-            },
-            "figures": self.figures,
-            "held_out": held_out,
-            "report": self.summary(),
-        });
-        terminal.data(format!("{text}\n"))
     }
 
     /// Writes an HTML page of rows with their masks to `path`.

@@ -2,11 +2,12 @@
 //!
 //! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a
 //! block are its output. The commands of a page run one after another in one folder. The folder
-//! holds `MODEL` (a tiny llama), `MODEL-gptq`, `ADAPTER` (made by PEFT), `ROWS.jsonl`, `TEST.jsonl`,
-//! `PAIRS.jsonl` and each file that the page shows in a block marked with a language and a name. Commands that
-//! need the hub, a GPU or a launcher are only parsed, and their recipe is assembled, so that a
-//! wrong flag or key fails. For commands of other programs, the files of this repository that they
-//! name must exist.
+//! holds `MODEL` (a tiny llama), `MODEL-gptq`, `ADAPTER` (made by PEFT), `ROWS.jsonl`,
+//! `TEST.jsonl`, `PAIRS.jsonl` and each file that the page shows in a block marked with a language
+//! and a name.
+//! Commands that need the hub, a GPU or a launcher are only parsed, and their recipe is assembled,
+//! so that a wrong flag or key fails. For commands of other programs, the files of this repository
+//! that they name must exist.
 
 use std::fs;
 use std::panic::resume_unwind;

@@ -8,7 +8,7 @@
 use super::DataOptions;
 use super::DataReport;
 use super::encode::Example;
-use super::encode_answers::EncodedAnswers;
+use super::example::EncodedAnswers;
 use super::role::Role;
 
 /// The number of pairs whose answers are labelled together.

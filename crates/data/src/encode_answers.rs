@@ -12,26 +12,14 @@ use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
 use super::coverage::{self, RowNotes};
-use super::encode::{Encoder, Encoding, Example, task_prompt, unreadable, unused_message_keys};
-use super::format::question;
+use super::encode::{Encoder, task_prompt, unreadable, unused_message_keys};
+use super::example::{EncodedAnswers, Encoding, Example};
 use super::parsed_row::{Answer, AnsweredRow, Task};
 use super::role::Role;
+use super::row_fields::question;
 use super::spans::ChatOfRow;
 use super::{Origin, RowError, RowFault, RowFaultKind};
 use crate::recipe::enums::OnLongRow;
-
-/// The examples of a row with answers.
-#[derive(Debug, Clone, PartialEq)]
-pub struct EncodedAnswers {
-    /// One example for each answer, in order.
-    pub examples: Vec<Example>,
-    /// All tokens of each answer, before any cut; empty unless the objective mixes answers.
-    pub completions: Vec<Vec<u32>>,
-    /// Number of tokens of the longest example before any cut.
-    pub was: usize,
-    /// Number of answers that were cut.
-    pub cut: usize,
-}
 
 /// A text before its tokens.
 struct AnsweredText {

@@ -103,7 +103,7 @@ impl FileFormats {
         };
         let of_row = match wanted {
             ObjectiveRows::Single => String::new(),
-            _ => format!("; {} has the keys {}", row.origin, super::format::keys_of(&row.value)),
+            _ => format!("; {} has the keys {}", row.origin, super::row_fields::keys_of(&row.value)),
         };
         let hint = match wanted {
             ObjectiveRows::Single => {

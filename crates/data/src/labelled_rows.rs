@@ -5,10 +5,10 @@ use serde_json::{Map, Value};
 
 use super::RowFault;
 use super::conversation::truth;
-use super::format::{fault, keys_of};
 use super::pair_rows::PairRow;
 use super::parsed_row::{Answer, AnsweredRow, ParsedRow};
 use super::role::Role;
+use super::row_fields::{fault, keys_of};
 
 /// Keys of a row that hold its label: TRL's and LLaMA-Factory's.
 pub(super) const LABEL_KEYS: [&str; 2] = ["label", "kto_tag"];

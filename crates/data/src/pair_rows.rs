@@ -8,10 +8,10 @@ use serde_json::{Map, Value};
 
 use super::RowFault;
 use super::conversation::{Conversation, messages_of, tools_of};
-use super::format::{alpaca, fault, task, text};
 use super::json_rows::json_type;
 use super::parsed_row::{Answer, AnsweredRow, ParsedRow, Task};
 use super::role::Role;
+use super::row_fields::{alpaca, fault, task, text};
 
 /// Keys of a row that hold its chosen and its rejected answer.
 const SIDES: [&str; 2] = ["chosen", "rejected"];

@@ -20,7 +20,7 @@ pub enum ParsedRow {
     },
     /// A task and its answer: user and assistant messages with a chat template, else headings.
     Task {
-        /// The task.
+        /// The task without its answer.
         task: Task,
         /// The trained answer.
         output: String,
@@ -52,7 +52,7 @@ pub enum AnsweredRow {
     Texts {
         /// The text before each answer.
         prompt: String,
-        /// The answers.
+        /// The answers, in order.
         answers: Vec<Answer<String>>,
     },
     /// Chats, for the chat template.
@@ -70,7 +70,7 @@ pub enum AnsweredRow {
     Tasks {
         /// The task in the form of [`ParsedRow::Task`].
         task: Task,
-        /// The answers.
+        /// The answers, in order.
         answers: Vec<Answer<String>>,
     },
 }

@@ -13,6 +13,7 @@ mod chat_templates;
 mod command_line;
 mod conflicts;
 mod difference;
+mod key_conflict;
 mod layers;
 mod listen_address;
 mod objective_keys;

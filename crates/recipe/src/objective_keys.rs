@@ -1,8 +1,8 @@
 //! The keys of `[objective]`: their values under each kind, and keys without effect.
 
 use super::Recipe;
-use super::conflicts::KeyConflict;
 use super::enums::{DataFormat, FDivergence, LossType, ObjectiveKind, ObjectiveRows};
+use super::key_conflict::KeyConflict;
 use super::sections::ObjectiveSection;
 use super::train_on::TrainOn;
 

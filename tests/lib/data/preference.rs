@@ -88,8 +88,8 @@ fn tokens_and_masks_are_those_of_trl() {
     assert!(compared >= 60, "{compared}");
 }
 
-/// In ORPO's and CPO's own cut, a row whose prompt fills the length has no answer: its loss would be
-/// NaN. finetune drops the row.
+/// In ORPO's and CPO's own cut, a row whose prompt fills the length has no answer: its loss would
+/// be NaN. finetune drops the row.
 #[test]
 fn rows_whose_prompt_fills_the_length_are_dropped_and_counted() {
     let text = std::fs::read_to_string(golden("preference/tokenize.json")).unwrap();

@@ -250,11 +250,11 @@ choices! {
         Discopop = "discopop",
         /// Cross-entropy of the chosen answers.
         Sft = "sft",
-        /// KTO's loss.
+        /// The loss of KTO.
         Kto = "kto",
         /// `apo_zero` of single answers, without an estimate of the divergence.
         ApoZeroUnpaired = "apo_zero_unpaired",
-        /// SimPO's loss.
+        /// The loss of SimPO.
         Simpo = "simpo",
     }
 }
@@ -266,7 +266,7 @@ choices! {
         ReverseKl = "reverse_kl",
         /// Forward Kullback-Leibler divergence.
         ForwardKl = "forward_kl",
-        /// Jensen-Shannon divergence.
+        /// The Jensen-Shannon divergence.
         JsDivergence = "js_divergence",
         /// Alpha divergence of `f_alpha_divergence_coef`.
         AlphaDivergence = "alpha_divergence",
