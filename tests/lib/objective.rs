@@ -199,7 +199,16 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
         let (scale, recompute) = (0.1, Recompute::None);
         let sums = engine.micro_step(
             batch,
-            MicroStep { objective, scale, recompute, dropout: None, noise: None, balance: None, last: true, graphs: None },
+            MicroStep {
+                objective,
+                scale,
+                recompute,
+                dropout: None,
+                noise: None,
+                balance: None,
+                last: true,
+                graphs: None,
+            },
         )?;
         Ok((sums.loss.read()?, engine.store.gradient_norm()?))
     };

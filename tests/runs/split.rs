@@ -75,7 +75,8 @@ impl Case<'_> {
             "optimizer.weight_decay=0.1".into(),
             "log.tensorboard=false".into(),
         ];
-        let adapter = ["adapter.r=4", "adapter.lora_alpha=8", "adapter.lora_dropout=0.1", "train.neftune_alpha=5"];
+        let adapter =
+            ["adapter.r=4", "adapter.lora_alpha=8", "adapter.lora_dropout=0.1", "train.neftune_alpha=5"];
         match self.method {
             "full" => {}
             "lora" => set.extend(adapter.map(String::from)),

@@ -10,7 +10,8 @@ fn run(threads: &str, dtype: &str) -> (Vec<u64>, Vec<u8>) {
     let dtype = format!("model.dtype={dtype}");
     // Enough rows that products are packed and work is shared among many threads.
     let rows = ["--set", "train.micro_batch_size=16", "--set", "train.gradient_accumulation_steps=1"];
-    let more = ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1", "--set", "train.neftune_alpha=5"];
+    let more =
+        ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1", "--set", "train.neftune_alpha=5"];
     let mut command = dir.command(&lora(&[&rows[..], &more].concat()));
     let done = command.env("RAYON_NUM_THREADS", threads).output().unwrap();
     assert!(done.status.success(), "{}", dir.told(&done.stderr));

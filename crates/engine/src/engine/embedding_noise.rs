@@ -23,7 +23,8 @@ pub struct EmbeddingNoise {
 impl EmbeddingNoise {
     /// Returns the noise of step `step` for `alpha`; none for 0.
     pub(super) fn of_step(alpha: f64, seed: u64, step: u64) -> Option<Self> {
-        (alpha > 0.0).then(|| EmbeddingNoise { alpha, stream: RngStream::new(seed).named("neftune").part(step) })
+        (alpha > 0.0)
+            .then(|| EmbeddingNoise { alpha, stream: RngStream::new(seed).named("neftune").part(step) })
     }
 
     /// Returns the embeddings of `batch`, `[N, D]`, with noise.

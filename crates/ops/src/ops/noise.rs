@@ -83,7 +83,8 @@ mod tests {
         assert!(whole.iter().zip(&bounds).all(|(row, bound)| row.iter().all(|y| y.abs() <= *bound)));
         // Uniform: a mean of 0, and a mean square of a third of the bound's.
         let relative = |row: &[f32], bound: f32| row.iter().map(|y| f64::from(y / bound)).collect::<Vec<_>>();
-        let all: Vec<f64> = whole.iter().zip(&bounds).skip(1).flat_map(|(row, b)| relative(row, *b)).collect();
+        let all: Vec<f64> =
+            whole.iter().zip(&bounds).skip(1).flat_map(|(row, b)| relative(row, *b)).collect();
         let mean = all.iter().sum::<f64>() / all.len() as f64;
         let square = all.iter().map(|y| y * y).sum::<f64>() / all.len() as f64;
         assert!(mean.abs() < 0.03 && (square - 1.0 / 3.0).abs() < 0.02, "{mean} {square}");

@@ -14,7 +14,6 @@ use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
 };
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::noise::{Noise, add_noise};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::experts::{
     ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
@@ -24,6 +23,7 @@ use crate::ops::gated_delta::{DeltaHeads, DeltaInputs, DeltaParamGrads, gated_de
 use crate::ops::gated_norm::{gated_rms_norm, gated_rms_norm_backward};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::ops::xielu::{xielu, xielu_backward};

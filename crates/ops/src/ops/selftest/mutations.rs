@@ -10,12 +10,12 @@ use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attenti
 use crate::ops::case::{CaseRunner, TensorPair, Tolerance, in_f64, largest_error};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::noise::{Noise, add_noise};
 use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
 use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
+use crate::ops::noise::{Noise, add_noise};
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
 use crate::ops::stochastic_rounding::StochasticRounding;

@@ -31,8 +31,8 @@ use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{
-    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
-    noise, rms_norm, xielu,
+    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, noise,
+    rms_norm, xielu,
 };
 use crate::quant::QuantFormat;
 
