@@ -23,8 +23,8 @@ use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
-    self, BestEvaluation, KillPoint, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions,
-    TrainingState,
+    self, BestEvaluation, KillPoint, Retention, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver,
+    SaverOptions, TrainingState,
 };
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
@@ -322,7 +322,7 @@ impl TrainRun<'_> {
         let settings = &plan.recipe.checkpoint;
         let options = SaverOptions {
             output: output.to_owned(),
-            keep_last: settings.keep_last,
+            retention: Retention { last: settings.keep_last, every: settings.keep_every },
             in_background: settings.async_save,
             bytes: space::saved(plan)?.checkpoint,
             write_weights: weights_writer(plan, true, trainer)?,

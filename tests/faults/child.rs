@@ -11,8 +11,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use finetune::checkpoint::{
-    self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, SavedState, SavedValues, Saver, SaverOptions,
-    SnapshotPart, SnapshotTensor, TrainingState, WeightValues, WriteWeights,
+    self, Retention, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, SavedState, SavedValues, Saver,
+    SaverOptions, SnapshotPart, SnapshotTensor, TrainingState, WeightValues, WriteWeights,
 };
 use finetune::collective::in_process::{self, InProcess, InProcessWorld};
 use finetune::error::{Error, Result};
@@ -106,7 +106,7 @@ fn train(
     let (output_folder, writes) = (output.to_owned(), Arc::clone(&write_weights));
     let options = SaverOptions {
         output: output_folder,
-        keep_last: 1,
+        retention: Retention { last: 1, every: None },
         in_background: true,
         bytes: 64,
         write_weights: writes,

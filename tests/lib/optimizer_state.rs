@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::logits;
 use candle_core::{DType, Device};
 use finetune::checkpoint::{
-    self, SaveThreads, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, TrainingState,
-    WriteWeights,
+    self, Retention, SaveThreads, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
+    TrainingState, WriteWeights,
 };
 use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, Sample, Step};
@@ -157,7 +157,7 @@ fn save(trainer: &Trainer, output: &Path) {
         });
     let options = SaverOptions {
         output: output.to_owned(),
-        keep_last: 1,
+        retention: Retention { last: 1, every: None },
         in_background: false,
         bytes: 0,
         write_weights,

@@ -492,6 +492,16 @@ fn keys_without_effect() {
       caused by: --set optimizer.master=none: `optimizer.master` has no effect with `model.dtype = "f32"`: f32 weights need no masters
     hint: write `dtype = "bf16"` under `[model]`, or remove `master`
     "#);
+    assert_snapshot!(set_fault(&["checkpoint.keep_every=250", "checkpoint.save_steps=100"]), @"
+    error: cannot use these settings
+      caused by: --set checkpoint.keep_every=250: `checkpoint.keep_every` is 250; accepted: a multiple of `save_steps`, which is 100
+    hint: write `keep_every = 300`
+    ");
+    assert_snapshot!(set_fault(&["checkpoint.keep_every=250"]), @"
+    error: cannot use these settings
+      caused by: --set checkpoint.keep_every=250: `checkpoint.keep_every` needs a number of steps between checkpoints in `save_steps`
+    hint: write `save_steps = 250`, or remove `keep_every`
+    ");
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
     error: cannot use these settings
       caused by: --set parallel.shard_size=4: `parallel.shard_size` has no effect with `strategy = "ddp"`

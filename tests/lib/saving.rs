@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::test_dir::TestDir;
 use finetune::checkpoint::{
-    self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
+    self, Retention, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
     TrainingState, WeightValues, WriteWeights,
 };
 use finetune::collective::{Call, Collective, SingleRank, in_process};
@@ -174,7 +174,7 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
         });
     let options = SaverOptions {
         output: output.to_owned(),
-        keep_last: 2,
+        retention: Retention { last: 2, every: None },
         in_background: true,
         bytes: 0,
         write_weights,

@@ -326,6 +326,15 @@ fn a_damaged_newer_checkpoint_does_not_count() {
     assert!(!out.join("checkpoint-2").exists());
 }
 
+#[test]
+fn checkpoints_of_every_nth_step_stay() {
+    let dir = TestDir::new();
+    let more = ["checkpoint.keep_last=1", "checkpoint.save_steps=1", "checkpoint.keep_every=2"];
+    succeed(&dir, &args("out", &more.map(|key| ["--set", key]).concat()));
+    let steps = (1..=4).filter(|step| dir.path("out").join(format!("checkpoint-{step}")).exists());
+    assert_eq!(steps.collect::<Vec<_>>(), [2, 4]);
+}
+
 // One run at a time.
 
 #[test]

@@ -26,6 +26,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     masters(recipe, &mut conflicts);
     places(recipe, &mut conflicts);
     divergence(recipe, &mut conflicts);
+    retention(recipe, &mut conflicts);
     evaluation(recipe, &mut conflicts);
     profile(recipe, &mut conflicts);
     alerts(recipe, &mut conflicts);
@@ -169,6 +170,24 @@ fn divergence(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
         let hint = "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`";
         let text = "is \"rollback\", which needs checkpoints";
         conflicts.push(KeyConflict::new("train", "on_nan", text, hint));
+    }
+}
+
+fn retention(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
+    let Some(every) = recipe.checkpoint.keep_every else { return };
+    match recipe.checkpoint.save_steps {
+        StepInterval::Every(steps) if every.is_multiple_of(steps) => {}
+        StepInterval::Every(steps) => {
+            let text = format!("is {every}; accepted: a multiple of `save_steps`, which is {steps}");
+            let hint = format!("write `keep_every = {}`", every.next_multiple_of(steps));
+            conflicts.push(KeyConflict::new("checkpoint", "keep_every", text, hint));
+        }
+        _ => {
+            let text = "needs a number of steps between checkpoints in `save_steps`";
+            let hint = format!("write `save_steps = {every}`, or remove `keep_every`");
+            let conflict = KeyConflict::new("checkpoint", "keep_every", text, hint);
+            conflicts.push(conflict.overruled_by("checkpoint", "save_steps"));
+        }
     }
 }
 

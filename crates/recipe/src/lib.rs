@@ -162,9 +162,11 @@ impl Recipe {
     /// Number of checkpoints that a run of `total` steps, with `epoch` steps per epoch, saves at
     /// most after its first `done` steps, and the number it keeps. With `keep_best`, each
     /// evaluation may save one, the last step is saved, and the best one is kept beside the last.
+    /// With `keep_every`, each such step is kept too.
     pub fn checkpoints(&self, [done, total]: [u64; 2], epoch: u64) -> (u64, u64) {
         let saves = self.checkpoint.save_steps.count([done, total], epoch);
-        let keep = self.checkpoint.keep_last as u64;
+        let each = self.checkpoint.keep_every.map_or(0, |every| total / every - done / every);
+        let keep = (self.checkpoint.keep_last as u64).saturating_add(each);
         if !self.eval.keeps_best() {
             return (saves, keep);
         }

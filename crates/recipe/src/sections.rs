@@ -297,6 +297,8 @@ section! {
         save_steps: StepInterval = StepInterval::Auto, AtLeast(1.0);
         /// Number of checkpoints to keep.
         keep_last: usize = 2, AtLeast(1.0);
+        /// Keep the checkpoints after each so many steps too; a multiple of `save_steps`.
+        keep_every: Option<u64> = None, AtLeast(1.0);
         /// Write checkpoints while training continues; each rank writes its share of a snapshot of
         /// the tensors.
         async_save: bool = true;

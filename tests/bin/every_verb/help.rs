@@ -965,6 +965,9 @@ fn recipes_listed_and_shown() {
     # Number of checkpoints to keep.
     # Accepted: a whole number, at least 1.
     keep_last = 2
+    # Keep the checkpoints after each so many steps too; a multiple of `save_steps`.
+    # Accepted: a whole number, at least 1.
+    # keep_every =
     # Write checkpoints while training continues; each rank writes its share of a snapshot of
     # the tensors.
     # Accepted: true, false.

@@ -85,6 +85,8 @@ fn storage_is_what_a_run_keeps() {
     // Three are made, two kept.
     by_hand(cost(&["checkpoint.save_steps=300"]), 2.0 * 12.0 + 4.0);
     by_hand(cost(&["checkpoint.save_steps=300", "checkpoint.keep_last=9"]), 3.0 * 12.0 + 4.0);
+    // Of ten, two and at most three more: those of steps 300, 600 and 900.
+    by_hand(cost(&["checkpoint.save_steps=100", "checkpoint.keep_every=300"]), 5.0 * 12.0 + 4.0);
 }
 
 /// A forward takes a third of full training's operations, half of an adapter's, and somewhat more

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Files};
 use super::{
-    ABSMAX, OPTIMIZER, PREFIX, STATE_FILE, SavedCheckpoint, SavedValues, SnapshotPart, SnapshotTensor,
-    TrainingState, WriteWeights, list, number, process,
+    ABSMAX, OPTIMIZER, PREFIX, Retention, STATE_FILE, SavedCheckpoint, SavedValues, SnapshotPart,
+    SnapshotTensor, TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
 use crate::weights::{
@@ -152,12 +152,15 @@ enum Stored<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Removes the oldest checkpoints of the run that has just saved `state`. Keeps the last `keep`,
-/// the one of `state` and the best one. Only checkpoints with matching digests count, and only
+/// Removes the oldest checkpoints of the run that has just saved `state`. Keeps those of
+/// `retention`, the one of `state` and the best one. Only checkpoints with matching digests count, and only
 /// those with nothing but the run's files are removed: a damaged or foreign one stays and does not
 /// count. Each is renamed first, so that no reader sees it half removed. Returns a message for each
 /// that could not be removed.
-pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<String> {
+pub(super) fn retain(output: &Path, retention: Retention, state: &TrainingState) -> Vec<String> {
+    let Retention { last: keep, every } = retention;
+    let stays_longer =
+        |step: u64| state.is_best(step) || every.is_some_and(|every| step.is_multiple_of(every));
     let mut notes = Vec::new();
     let checkpoints = list(output).unwrap_or_else(|error| {
         notes.push(error.in_one_line());
@@ -167,7 +170,7 @@ pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<S
     for (step, folder) in checkpoints.into_iter().rev() {
         if step == state.step {
             complete += 1;
-        } else if complete >= keep && state.is_best(step) {
+        } else if complete >= keep && stays_longer(step) {
         } else if complete < keep {
             let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
             complete += usize::from(counts);

@@ -39,7 +39,7 @@ pub use kill_point::KillPoint;
 pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::RunFolder;
 pub use run_record::RunRecord;
-pub use saver::{SaveThreads, Saver, SaverOptions};
+pub use saver::{Retention, SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WeightValues, WriteWeights};
 
 use crate::error::input_file;

@@ -71,13 +71,22 @@ impl Drop for SaveThreads {
     }
 }
 
+/// The checkpoints that a run keeps beside its best one.
+#[derive(Debug, Clone, Copy)]
+pub struct Retention {
+    /// The number of newest sound checkpoints.
+    pub last: usize,
+    /// Those of steps that are a multiple of this number.
+    pub every: Option<u64>,
+}
+
 /// Options of a rank's saver.
 #[derive(Clone)]
 pub struct SaverOptions {
     /// The folder of the checkpoints.
     pub output: PathBuf,
-    /// The number of sound checkpoints to keep.
-    pub keep_last: usize,
+    /// The checkpoints to keep.
+    pub retention: Retention,
     /// True if training continues while checkpoints are written.
     pub in_background: bool,
     /// Minimum size of a checkpoint in bytes: a save begins only if this much space is free.
@@ -126,7 +135,7 @@ impl<'a> Saver<'a> {
         if newest != Some(state.step) {
             return;
         }
-        let notes = folder::retain(&self.options.output, self.options.keep_last, state);
+        let notes = folder::retain(&self.options.output, self.options.retention, state);
         self.add_warnings(notes);
     }
 
@@ -327,7 +336,7 @@ impl SaveTask {
         let files = self.gather_parts(files)?;
         manifest::remove_parts(folder.path(), 1..self.size, self.size)?;
         let mut notes = folder::commit(folder, &self.state, files, &self.options.write_weights)?;
-        notes.extend(folder::retain(&self.options.output, self.options.keep_last, &self.state));
+        notes.extend(folder::retain(&self.options.output, self.options.retention, &self.state));
         Ok(notes)
     }
 
