@@ -210,7 +210,7 @@ impl Trainer {
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
         let store = &self.engine.store;
         store.zero_gradients()?;
-        let totals = StepTotals::of(&step.micro_batches);
+        let totals = StepTotals { targets: step.valid as f64, ..StepTotals::of(&step.micro_batches) };
         let divisor = self.objective.denominator(&totals);
         let scale = 1.0 / divisor;
         let sums = self.gradients(step, number, totals)?;

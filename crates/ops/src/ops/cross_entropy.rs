@@ -36,9 +36,6 @@ pub use finetune_core::IGNORE;
 /// Rows whose logits are alive at once on a GPU; fewer rows would not fill it.
 const GPU_CHUNK_ROWS: usize = 1024;
 
-/// Rows whose logits [`log_square_sums`] holds at once.
-const SQUARED_ROWS: usize = 256;
-
 /// Returns the bytes of f32 logits alive at once on a GPU for a micro-batch of `rows` rows.
 pub fn logits_bytes(vocab: usize, rows: usize) -> usize {
     size_of::<f32>() * vocab * GPU_CHUNK_ROWS.min(rows)
@@ -274,31 +271,6 @@ pub fn score_targets(
         scores.extend(part);
     }
     Ok(scores)
-}
-
-/// Returns log Σ p² over all tokens for each row of `x: [N, D]` that has one of the N `targets`, in
-/// order and in f32: the logarithm of the expected probability of a sampled token. It is composed
-/// of other operations on every device.
-///
-/// # Errors
-/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
-/// device fails.
-pub fn log_square_sums(
-    x: &Tensor,
-    output: Output<'_>,
-    targets: &[u32],
-    softcap: Option<f64>,
-) -> Result<Vec<f32>> {
-    let rows = counted(targets);
-    let mut sums = Vec::with_capacity(rows.len());
-    for chunk in rows.chunks(SQUARED_ROWS) {
-        let ids = indices(chunk, x.device())?;
-        let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
-        let logits = logits(&x.index_select(&ids, 0)?, output.with_u(u.as_ref()), softcap)?;
-        let log_p = candle_nn::ops::log_softmax(&logits, 1)?;
-        sums.extend((log_p * 2.0)?.exp()?.sum(1)?.log()?.to_vec1::<f32>()?);
-    }
-    Ok(sums)
 }
 
 /// Returns the logits of `x: [N, D]` after the soft-cap: `[N, V]` f32.
