@@ -284,7 +284,8 @@ pub struct InspectArgs {
 #[command(after_help = "\
 Examples:
   finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
-  finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all")]
+  finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all
+  finetune data --model Qwen/Qwen2.5-0.5B --dataset pairs.jsonl --set objective.kind=dpo")]
 pub struct DataArgs {
     /// Model that gives tokenizer and chat template: a folder or a hub id
     #[arg(long, value_name = "MODEL")]

@@ -126,8 +126,8 @@ pub use finetune_engine::engine::StepResult;
 /// # let mut session = finetune::Session::new("", ".".as_ref())?;
 /// for step in session.steps()? {
 ///     let step = step?;
-///     for finetune::MetricSum { name, sum } in &step.metrics {
-///         println!("{name} {:.4}", sum / step.divisor);
+///     for metric in &step.metrics {
+///         println!("{} {:?}", metric.name, metric.mean());
 ///     }
 /// }
 /// # Ok(())

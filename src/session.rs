@@ -9,8 +9,8 @@ use candle_core::{DType, Device};
 use crate::checkpoint::SnapshotPart;
 use crate::clock;
 use crate::collective::SingleRank;
-use crate::data::{self, Batch, Cursor, Example, Origin, PromptEncoder, RowOrigin, Sampler};
-use crate::engine::{Engine, Evaluation, SamplingOptions, StepResult, TokenSampler, Trainer};
+use crate::data::{Batch, Cursor, Example, Origin, PromptEncoder, Role, RowOrigin, Sampler};
+use crate::engine::{Engine, Evaluation, Reference, SamplingOptions, StepResult, TokenSampler, Trainer};
 use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, EngineOptions, LoadedModel, Resolver, Trains};
 use crate::model::AdapterSwitch;
@@ -19,6 +19,7 @@ use crate::recipe::enums::OnNan;
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
+use crate::training::reference::{batches_in_order, is_precomputed, reference_log_probs};
 use crate::training::{trainer, weights_writer};
 
 /// A training run on one device: a recipe in, steps out.
@@ -90,6 +91,12 @@ impl Session {
         let trainer = trainer(&plan, None, Arc::new(SingleRank), &device)?;
         digest.map_or(Ok(()), |digest| plan.finish_digest(digest))?;
         plan.check_base(None, false)?;
+        let trainer = if is_precomputed(&plan) {
+            let log_probs = reference_log_probs(&plan, &trainer, |_, _| ())?;
+            trainer.with_reference(Reference::Precomputed(log_probs))
+        } else {
+            trainer
+        };
         Ok(Session { plan, trainer, cursor: Cursor::default() })
     }
 
@@ -134,9 +141,7 @@ impl Session {
     /// The loss is not finite, or an operation of the device fails.
     pub fn evaluate(&self) -> Result<Option<Evaluation>> {
         let Some(held_out) = &self.plan.held_out else { return Ok(None) };
-        let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.data.longest_row();
-        let batches = data::batch::in_order(held_out.dataset.examples(), tokens);
-        self.trainer.engine.evaluate(batches, |_| ()).map(Some)
+        self.trainer.evaluate(&batches_in_order(&self.plan, &held_out.dataset)).map(Some)
     }
 
     /// Writes the trained weights into the new folder `folder`: a PEFT adapter, or a Hugging Face
@@ -350,7 +355,8 @@ impl TrainedModel {
         let ids = encoder(&self.engine, &self.rows).text(text)?;
         let origin = Origin { file: Arc::from(Path::new("text")), row: RowOrigin::Line(1) };
         let trained = vec![true; ids.len()];
-        Ok(Batch::new([Example { ids, trained, origin, group: None }], 0))
+        let example = Example { ids, trained, origin, group: None, role: Role::Plain };
+        Ok(Batch::new([(0, example)], 0))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::data_view::DataView;
-use super::{terminal, working_folder};
+use super::{data_json, terminal, working_folder};
 use crate::cli::DataArgs;
 use crate::data::{Dataset, ExampleFigures, Sampler, SamplerOptions, Tokenizer};
 use crate::error::input_file;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, Resolver};
 use crate::model::ModelConfig;
 use crate::planning::{decide_accumulation, decide_rows, held_out_report, sampler_options};
-use crate::recipe::{OnBadRow, Recipe};
+use crate::recipe::{ObjectiveRows, OnBadRow, Recipe};
 use crate::units;
 
 /// Shows rows as tokens and masks.
@@ -38,7 +38,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut tokenizer = Tokenizer::load(&folder)?;
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
-    let loader = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
+    let loader = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?.for_objective(&recipe);
     loader.warnings().iter().for_each(|text| terminal.warn(text));
     let (train, held_out) = loader.load_run(&recipe.data, recipe.train.seed, &resolver)?;
     let (train, held_out) = (train.dataset, held_out.map(|held_out| held_out.dataset));
@@ -58,7 +58,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
         terminal.line(format!("the rows as a page: {}", path.display()));
     }
     if args.json {
-        return view.print_json(&terminal);
+        return data_json::print(&view, &terminal);
     }
     if args.tokens { view.print_tokens(&terminal) } else { view.print_text(&terminal) }
 }
@@ -72,7 +72,12 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     }
     let total = lengths.iter().sum::<usize>();
     let longest = lengths.iter().max().copied().unwrap_or(0);
-    let unit = if recipe.data.packing { "packed row" } else { "row" };
+    let unit = match (recipe.data.packing, recipe.objective.kind.rows()) {
+        (true, _) => "packed row",
+        (false, ObjectiveRows::Single) => "row",
+        (false, ObjectiveRows::Pairs) => "pair",
+        (false, ObjectiveRows::Labelled) => "labelled answer",
+    };
     let in_words = |n: usize, what: &str| if n == 1 { format!("one {what}") } else { units::exact(n, what) };
     let mut text = format!(
         "an epoch is {} of {} ({} tokens on average); a micro-batch has {} tokens at most and no padding\n",
@@ -82,7 +87,7 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         with_commas(longest)
     );
     if recipe.data.packing {
-        let capacity = sampler.num_units() * recipe.data.longest_row();
+        let capacity = sampler.num_units() * recipe.longest_group();
         let share = 100.0 * total as f64 / capacity.max(1) as f64;
         let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(capacity as u64));
     }

@@ -1,11 +1,9 @@
-//! Output formats of `finetune data`: marked text, tables of tokens, JSON, an HTML page.
+//! Output formats of `finetune data` for people: marked text, tables of tokens, an HTML page.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
-use serde_json::{Value, json};
-
-use crate::data::{Dataset, Example, ExampleFigures, Tokenizer};
+use crate::data::{Dataset, Example, ExampleFigures, Role, Tokenizer};
 use crate::error::Result;
 use crate::report::Terminal;
 use crate::report::html::{HtmlReport, MaskedRow};
@@ -15,9 +13,6 @@ use crate::weights::OutputKind;
 
 /// First bytes of a page of rows. A new page replaces only files that begin with them.
 const BEGINNING: &str = "<!doctype html>\n<!-- rows, by `finetune data` -->\n";
-
-/// Label of an untrained token in JSON: `ignore_index` of PyTorch's cross-entropy.
-const NOT_TRAINED: i64 = -100;
 
 /// Output file of `--html`.
 const OUTPUT: OutputKind = OutputKind {
@@ -43,19 +38,21 @@ pub(super) struct DataView<'a> {
 }
 
 impl DataView<'_> {
-    fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
-        self.train.examples().iter().take(self.rows).enumerate().map(|(at, example)| (at + 1, example))
+    /// The examples of the first rows, each with the number of its row. The answers of a row share
+    /// one number.
+    pub(super) fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
+        let groups = self.train.groups().take(self.rows).enumerate();
+        groups.flat_map(|(at, group)| group.iter().map(move |example| (at + 1, example)))
     }
 
-    fn masked(&self) -> Result<Vec<MaskedRow>> {
+    pub(super) fn masked(&self) -> Result<Vec<MaskedRow>> {
         self.shown().map(|(_, example)| masked_row(example, self.tokenizer, 0..usize::MAX)).collect()
     }
 
     /// Prints rows as text, then a summary of all rows.
     pub(super) fn print_text(&self, terminal: &Terminal) -> Result<()> {
-        for (number, row) in self.masked()?.into_iter().enumerate() {
-            let (tokens, trained) = (units::exact(row.tokens, "token"), row.trained_tokens);
-            let head = format!("row {}, {}: {tokens}, {trained} trained\n", number + 1, row.origin);
+        for ((number, example), row) in self.shown().zip(self.masked()?) {
+            let head = head(number, example);
             let mut pieces = vec![(head, false)];
             let ends_line = row.pieces.last().is_some_and(|(text, _)| text.ends_with('\n'));
             pieces.extend(row.pieces);
@@ -74,8 +71,7 @@ impl DataView<'_> {
     }
 
     fn table(&self, number: usize, example: &Example) -> Result<String> {
-        let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
-        let mut text = format!("row {number}, {}: {tokens}, {trained} trained\n", example.origin);
+        let mut text = head(number, example);
         for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
             let piece = self.tokenizer.decode(&[*id], false)?;
             let token = self.tokenizer.token(*id).unwrap_or_default();
@@ -87,51 +83,10 @@ impl DataView<'_> {
     }
 
     /// Returns the sentences on all rows.
-    fn summary(&self) -> String {
+    pub(super) fn summary(&self) -> String {
         let held_out = self.held_out_report.as_ref().map(|text| format!("held out: {text}\n"));
         let (report, figures, batches) = (self.train.report(), &self.figures, &self.batches);
         format!("{report}\n{figures}\n{batches}{}", held_out.unwrap_or_default())
-    }
-
-    /// Prints rows and summary as one JSON object.
-    pub(super) fn print_json(&self, terminal: &Terminal) -> Result<()> {
-        let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
-            let label = |(at, id): (usize, &u32)| {
-                if at > 0 && example.trained[at] { json!(id) } else { json!(NOT_TRAINED) }
-            };
-            let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
-            json!({
-                "row": number,
-                "origin": row.origin,
-                "input_ids": example.ids,
-                "labels": example.ids.iter().enumerate().map(label).collect::<Vec<Value>>(),
-                "text": pieces.collect::<Vec<Value>>(),
-            })
-        });
-        let held_out = self.held_out.map(|held_out| {
-            let (alike, rows) = held_out.count_alike(self.train);
-            json!({ "examples": held_out.examples().len(), "rows": rows, "rows_that_are_trained": alike })
-        });
-        let report = self.train.report();
-        let text = json!({
-            "rows": rows.collect::<Vec<Value>>(),
-            "data": {
-                "rows": report.rows,
-                "examples": report.examples,
-                "tokens": report.tokens,
-                "trained_tokens": report.trained_tokens,
-                "truncated": report.truncated,
-                "cut_answers": report.cut_answers,
-                "dropped": report.dropped,
-                "cut_away": report.cut_away,
-                "left_out": report.left_out,
-                "bad_rows": report.num_bad(),
-            },
-            "figures": self.figures,
-            "held_out": held_out,
-            "report": self.summary(),
-        });
-        terminal.data(format!("{text}\n"))
     }
 
     /// Writes an HTML page of rows with their masks to `path`.
@@ -147,4 +102,14 @@ impl DataView<'_> {
         };
         OUTPUT.write(path, &report.render().replacen("<!doctype html>\n", BEGINNING, 1))
     }
+}
+
+/// The line above an example: its row, its part in the objective, its place, numbers of tokens.
+fn head(number: usize, example: &Example) -> String {
+    let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
+    let (role, what) = match example.role {
+        Role::Plain => (String::new(), "trained"),
+        role => (format!("{role}, "), "in the answer"),
+    };
+    format!("row {number}, {role}{}: {tokens}, {trained} {what}\n", example.origin)
 }

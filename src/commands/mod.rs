@@ -8,6 +8,7 @@ mod bench;
 mod compare;
 mod completions;
 mod data;
+mod data_json;
 mod data_view;
 mod doctor;
 mod eval;

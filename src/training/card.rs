@@ -56,9 +56,7 @@ pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
 
 /// Returns whether a chat template rendered the rows, so that prompts need the template too.
 pub(crate) fn is_chat(plan: &Plan) -> bool {
-    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference_chosen: ", "alpaca: ", "instruction: "];
-    let why = &plan.train.dataset.report().why;
-    plan.dataset_loader.template.is_some() && CHATS.iter().any(|format| why.contains(format))
+    plan.train.dataset.report().rendered
 }
 
 /// Returns whether the base model is built into the binary.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::data::{Example, Tokenizer};
+use crate::data::{Example, Role, Tokenizer};
 use crate::error::Result;
 use crate::report::html::MaskedRow;
 
@@ -25,7 +25,10 @@ pub(crate) fn masked_row(example: &Example, tokenizer: &Tokenizer, shown: Range<
     }
     add(stream.finish()?, to > 1 && example.trained[to - 1]);
     Ok(MaskedRow {
-        origin: example.origin.to_string(),
+        origin: match example.role {
+            Role::Plain => example.origin.to_string(),
+            role => format!("{role}, {}", example.origin),
+        },
         pieces,
         tokens: example.ids.len(),
         trained_tokens: example.num_trained(),

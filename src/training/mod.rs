@@ -10,6 +10,7 @@ pub(crate) mod masked_row;
 mod monitoring;
 pub(crate) mod output_folder;
 mod planned_time;
+pub(crate) mod reference;
 pub(crate) mod report_page;
 mod result;
 mod rollback;

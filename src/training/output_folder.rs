@@ -12,6 +12,7 @@ use std::path::Path;
 use chrono::{DateTime, FixedOffset};
 
 use super::alerts::ALERTS;
+use super::reference::{REFERENCE, is_precomputed};
 use super::space;
 use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;
@@ -213,7 +214,7 @@ impl OutputFolder {
         record.sources = plan.commits();
         record.chat_template_date = plan.dataset_loader.date().map(|date| date.to_rfc3339());
         folder.refuse_links(&added_to(&plan.recipe))?;
-        refuse_foreign(&folder, &record, output, resumed)?;
+        refuse_foreign(&folder, &record, (plan, output), resumed)?;
         let what = format!("cannot train into {}", output.display());
         folder.require_room(space::needed(plan, output, resumed)?, &what)?;
         Ok((folder, record))
@@ -316,10 +317,11 @@ fn not_free(output: &Path) -> Error {
 fn refuse_foreign(
     folder: &RunFolder,
     record: &RunRecord,
-    output: &Path,
+    (plan, output): (&Plan, &Path),
     resumed: Option<&SavedCheckpoint>,
 ) -> Result<()> {
     let mut names: Vec<String> = TEXTS.map(String::from).into();
+    names.extend(is_precomputed(plan).then(|| REFERENCE.to_owned()));
     names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
     let foreign_files = folder.foreign(record, &names)?;
     if foreign_files.is_empty() {

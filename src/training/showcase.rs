@@ -61,7 +61,8 @@ impl Showcase {
             return Ok(Showcase::default());
         };
         let tokenizer = &plan.dataset_loader.tokenizer;
-        let asked = held_out.dataset.examples().iter().filter_map(|example| {
+        let prompts = held_out.dataset.examples().iter().filter(|example| !example.role.repeats_prompt());
+        let asked = prompts.filter_map(|example| {
             let start = example.trained.iter().position(|trained| *trained)?;
             (2..=PROMPT_TOKENS).contains(&start).then_some((example, start))
         });

@@ -14,6 +14,7 @@ use super::device_failure::explained;
 use super::earlier::EarlierRun;
 use super::monitoring::{self, SharedLogCommand};
 use super::output_folder::{METRICS, OutputFolder, RECIPE, lies_in};
+use super::reference::{ReferenceRun, batches_in_order, with_reference};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::Showcase;
@@ -27,7 +28,7 @@ use crate::checkpoint::{
 };
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
-use crate::data::{self, Batch};
+use crate::data;
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::loading::BaseCheck;
@@ -129,11 +130,12 @@ impl TrainRun<'_> {
         world.enter(Phase::Meet)?;
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
-        let mut trainer = self.load(Arc::clone(&world), device)?;
+        let trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
+        let mut trainer = self.with_reference(trainer, &*world)?;
         let tokenizer = &plan.dataset_loader.tokenizer;
         let before = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         if first {
@@ -205,6 +207,19 @@ impl TrainRun<'_> {
         Ok(trainer)
     }
 
+    /// Returns the trainer with the reference of its objective.
+    fn with_reference(&self, trainer: Trainer, world: &dyn Collective) -> Result<Trainer> {
+        let checkpoint_parent = self.resumed.and_then(|saved| saved.folder.parent());
+        let run = ReferenceRun {
+            plan: self.plan,
+            from: checkpoint_parent.unwrap_or(self.args.output()),
+            is_resumed: self.resumed.is_some(),
+            folder: self.folder.get().map(|(folder, _)| folder),
+            terminal: self.terminal,
+        };
+        with_reference(&run, trainer, world)
+    }
+
     /// Compares the base once more, by the digest of every byte.
     fn finish_digest(&self, digest: DigestTask) -> Result<()> {
         let waiting = Instant::now();
@@ -239,7 +254,7 @@ impl TrainRun<'_> {
         TrainLoop {
             trainer,
             steps: &mut sampler,
-            held_out: held_out_batches(plan),
+            held_out: plan.held_out.iter().flat_map(|rows| batches_in_order(plan, &rows.dataset)).collect(),
             best: self.best_so_far(output, first),
             reporter: if first { Some(self.reporter(state, log)?) } else { None },
             saver,
@@ -349,10 +364,4 @@ impl TrainRun<'_> {
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
-}
-
-fn held_out_batches(plan: &Plan) -> Vec<Batch> {
-    let Some(held_out) = &plan.held_out else { return Vec::new() };
-    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.longest_row();
-    data::batch::in_order(held_out.dataset.examples(), tokens).collect()
 }

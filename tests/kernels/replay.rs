@@ -31,7 +31,7 @@ use finetune::model::{
     BlockWeights, Carried, CarriedGradients, ChannelMixerWeights, DropoutContext, MergedLinear, ModelConfig,
     TokenMixerWeights, parameters,
 };
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::ops::{BlockGraphs, record, selftest};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::recipe::{AdapterSection, TargetModules};
@@ -167,6 +167,8 @@ impl Blocks {
         let step = MicroStep {
             objective: &CrossEntropy,
             scale: 1.0,
+            totals: StepTotals::default(),
+            reference: None,
             recompute: self.recompute,
             dropout: self.drops.then(dropout),
             noise: None,
@@ -212,7 +214,10 @@ impl Blocks {
 
 /// Returns a batch of two sequences, of which the first has `len` tokens.
 fn batch(len: usize) -> Batch {
-    let segments = vec![Sample { start: 0, len }, Sample { start: len, len: TOKENS - len }];
+    let segments = vec![
+        Sample { start: 0, len, ..Sample::default() },
+        Sample { start: len, len: TOKENS - len, ..Sample::default() },
+    ];
     Batch {
         ids: vec![5; TOKENS],
         targets: vec![5; TOKENS],

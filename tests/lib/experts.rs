@@ -24,7 +24,7 @@ fn trainer_options(router_aux_loss: f64) -> TrainerOptions {
 fn packed(sequences: &[&[u32]]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len(), ..Sample::default() });
         batch.ids.extend(*ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
         batch.num_samples += 1;

@@ -14,7 +14,7 @@ use finetune::engine::{Engine, MicroStep, TokenSampler};
 use finetune::error::Result;
 use finetune::loading::{BaseModel, EngineOptions, Trains};
 use finetune::model::{AdapterSwitch, ModelConfig, settle};
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::parallel::{Bucket, BucketEntry};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::weights::{MODEL_FILE, ModelFiles};
@@ -123,6 +123,8 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
     MicroStep {
         objective: &CrossEntropy,
         scale,
+        totals: StepTotals::default(),
+        reference: None,
         recompute,
         dropout: None,
         noise: None,
@@ -174,7 +176,7 @@ impl Forward {
 fn packed(sequences: &[Vec<u32>]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: ids.len(), ..Sample::default() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
         batch.num_samples += 1;

@@ -7,7 +7,7 @@ use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{EmbeddingNoise, Engine, MicroStep, Stage, StageOutput};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::runtime::rng::RngStream;
 
@@ -18,7 +18,7 @@ const ALPHA: f64 = 5.0;
 /// Returns two samples of 4 and 16 tokens.
 fn batch(first_token: u64) -> Batch {
     let ids = (0..20).map(|i| i * 31 % 300 + 3).collect();
-    let samples = vec![Sample { start: 0, len: 4 }, Sample { start: 4, len: 16 }];
+    let samples = [(0, 4), (4, 16)].map(|(start, len)| Sample { start, len, ..Sample::default() }).to_vec();
     Batch { ids, targets: vec![IGNORE; 20], samples, first_token, num_samples: 2 }
 }
 
@@ -27,6 +27,8 @@ fn embeddings(engine: &Engine, batch: &Batch, noise: Option<EmbeddingNoise>) -> 
     let step = MicroStep {
         objective: &CrossEntropy,
         scale: 1.0,
+        totals: StepTotals::default(),
+        reference: None,
         recompute: Recompute::None,
         dropout: None,
         noise,

@@ -14,7 +14,9 @@ use finetune::engine::{Engine, MicroStep, StepResult, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::HeadWeights;
-use finetune::objectives::{CrossEntropy, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
+use finetune::objectives::{
+    CrossEntropy, Evaluation, MetricSum, Objective, ObjectiveInput, ObjectiveOutput, StepTotals,
+};
 use finetune::ops::cross_entropy::LossTargets;
 use finetune::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 use finetune::recipe::enums::{Attention, Recompute};
@@ -30,7 +32,10 @@ fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     targets[8] = IGNORE;
-    let segments = vec![Sample { start: 0, len: 9 }, Sample { start: 9, len: 15 }];
+    let segments = vec![
+        Sample { start: 0, len: 9, ..Sample::default() },
+        Sample { start: 9, len: 15, ..Sample::default() },
+    ];
     Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 2 }
 }
 
@@ -58,8 +63,12 @@ impl SmallStates {
 }
 
 impl Objective for SmallStates {
-    fn denominator(&self, step: &Step) -> f64 {
-        step.micro_batches.iter().map(|batch| batch.num_samples as f64).sum()
+    fn denominator(&self, totals: &StepTotals) -> f64 {
+        totals.samples
+    }
+
+    fn evaluate(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<Evaluation> {
+        CrossEntropy.evaluate(head, input)
     }
 
     fn loss_and_grad(&self, _: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput> {
@@ -71,8 +80,8 @@ impl Objective for SmallStates {
         let loss = (squares * &factors)?.sum_all()?.to_scalar::<f32>()?;
         let dx = (input.hidden.broadcast_mul(&factors)? * (2.0 / width as f64 * input.scale))?;
         let metrics = vec![
-            MetricSum { name: "positions", sum: counted as f64 },
-            MetricSum { name: "twice the loss", sum: 2.0 * f64::from(loss) },
+            MetricSum { name: "positions", sum: counted as f64, count: 1.0 },
+            MetricSum { name: "twice the loss", sum: 2.0 * f64::from(loss), count: 1.0 },
         ];
         Ok(ObjectiveOutput { loss: f64::from(loss).into(), dx, metrics })
     }
@@ -179,6 +188,10 @@ fn metrics_are_summed_over_micro_batches_and_ranks() {
 struct BySample([f32; 2]);
 
 impl Objective for BySample {
+    fn evaluate(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<Evaluation> {
+        CrossEntropy.evaluate(head, input)
+    }
+
     fn loss_and_grad(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput> {
         let samples = input.batch.samples.iter().zip(self.0);
         let coefficients: Vec<f32> = samples.flat_map(|(sample, c)| vec![c; sample.len]).collect();
@@ -196,20 +209,19 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
     let engine = logits::base(&folder).engine(Trains::All, &options)?;
     let run = |engine: &Engine, objective: &dyn Objective, batch: &Batch| -> Result<(f64, f64)> {
         engine.store.zero_gradients()?;
-        let (scale, recompute) = (0.1, Recompute::None);
-        let sums = engine.micro_step(
-            batch,
-            MicroStep {
-                objective,
-                scale,
-                recompute,
-                dropout: None,
-                noise: None,
-                balance: None,
-                last: true,
-                graphs: None,
-            },
-        )?;
+        let step = MicroStep {
+            objective,
+            scale: 0.1,
+            totals: StepTotals::default(),
+            reference: None,
+            recompute: Recompute::None,
+            dropout: None,
+            noise: None,
+            balance: None,
+            last: true,
+            graphs: None,
+        };
+        let sums = engine.micro_step(batch, step)?;
         Ok((sums.loss.read()?, engine.store.gradient_norm()?))
     };
     let whole = run(&engine, &CrossEntropy, &batch(1))?;

@@ -60,7 +60,7 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
     let logits = trainer.engine.logits(&batch(0), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
     let mut greedy = TokenSampler::greedy();
     let text = trainer.engine.generate(&[5, 6, 7], 8, &mut greedy, &[], &mut |_| Ok(true)).unwrap();
-    let evaluation = trainer.engine.evaluate([batch(0)].into_iter(), |_| ()).unwrap();
+    let evaluation = trainer.evaluate(&[batch(0)]).unwrap();
     let saved = trainer.snapshot(true).unwrap();
     let saved = saved.into_iter().map(|tensor| bits(tensor.values.to_f32().into_owned())).collect();
     (bits(logits.flatten_all().unwrap().to_vec1().unwrap()), text, format!("{:?}", evaluation.loss()), saved)

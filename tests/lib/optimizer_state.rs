@@ -113,7 +113,7 @@ fn step(micro_batches: u32) -> Step {
         let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
         let mut targets: Vec<u32> = ids[1..].to_vec();
         targets.push(IGNORE);
-        let segments = vec![Sample { start: 0, len: ids.len() }];
+        let segments = vec![Sample { start: 0, len: ids.len(), ..Sample::default() }];
         Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 24, num_samples: 1 }
     };
     Step::new((0..micro_batches).map(batch).collect(), 1.0)

@@ -220,14 +220,14 @@ fn unknown_recipes_name_the_nearest() {
     error: cannot find recipe `loar.toml`
       caused by: no such file
       caused by: unknown built-in recipe `loar`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
       caused by: no such file
       caused by: unknown built-in recipe `mine/best`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: `finetune recipes` lists the built-in recipes and their purposes
     ");
 }
@@ -772,6 +772,17 @@ fn the_resolved_recipe_in_full() {
 
     [objective]
     kind = "cross_entropy"
+    beta = 0.1
+    label_smoothing = 0.0
+    f_divergence_type = "reverse_kl"
+    f_alpha_divergence_coef = 0.5
+    use_weighting = false
+    discopop_tau = 0.05
+    precompute_ref_log_probs = false
+    desirable_weight = 1.0
+    undesirable_weight = 1.0
+    cpo_alpha = 1.0
+    simpo_gamma = 0.5
 
     [train]
     epochs = 3.0

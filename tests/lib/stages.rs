@@ -7,7 +7,7 @@ use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{Engine, MicroStep, Stage, StageOutput};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
-use finetune::objectives::CrossEntropy;
+use finetune::objectives::{CrossEntropy, StepTotals};
 use finetune::recipe::enums::{Attention, Recompute};
 
 use crate::logits;
@@ -18,7 +18,10 @@ fn batch() -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     targets[4] = IGNORE;
-    let segments = vec![Sample { start: 0, len: 5 }, Sample { start: 5, len: 7 }];
+    let segments = vec![
+        Sample { start: 0, len: 5, ..Sample::default() },
+        Sample { start: 5, len: 7, ..Sample::default() },
+    ];
     Batch { ids, targets, samples: segments, first_token: 0, num_samples: 2 }
 }
 
@@ -26,6 +29,8 @@ fn micro_step(recompute: Recompute) -> MicroStep<'static> {
     MicroStep {
         objective: &CrossEntropy,
         scale: 0.1,
+        totals: StepTotals::default(),
+        reference: None,
         recompute,
         dropout: None,
         noise: None,

@@ -2,11 +2,12 @@
 //!
 //! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a
 //! block are its output. The commands of a page run one after another in one folder. The folder
-//! holds `MODEL` (a tiny llama), `MODEL-gptq`, `ADAPTER` (made by PEFT), `ROWS.jsonl`, `TEST.jsonl`
-//! and each file that the page shows in a block marked with a language and a name. Commands that
-//! need the hub, a GPU or a launcher are only parsed, and their recipe is assembled, so that a
-//! wrong flag or key fails. For commands of other programs, the files of this repository that they
-//! name must exist.
+//! holds `MODEL` (a tiny llama), `MODEL-gptq`, `ADAPTER` (made by PEFT), `ROWS.jsonl`,
+//! `TEST.jsonl`, `PAIRS.jsonl` and each file that the page shows in a block marked with a language
+//! and a name.
+//! Commands that need the hub, a GPU or a launcher are only parsed, and their recipe is assembled,
+//! so that a wrong flag or key fails. For commands of other programs, the files of this repository
+//! that they name must exist.
 
 use std::fs;
 use std::panic::resume_unwind;
@@ -126,6 +127,9 @@ fn test_dir() -> TestDir {
     fs::rename(dir.path("model"), dir.path("MODEL")).unwrap();
     fs::rename(dir.path("rows.jsonl"), dir.path("ROWS.jsonl")).unwrap();
     fs::copy(dir.path("ROWS.jsonl"), dir.path("TEST.jsonl")).unwrap();
+    let pairs = fs::read_to_string(root().join("datasets/pairs-train.jsonl")).unwrap();
+    let pairs: String = pairs.lines().take(40).map(|line| format!("{line}\n")).collect();
+    fs::write(dir.path("PAIRS.jsonl"), pairs).unwrap();
     copy_folder(&golden("train/lora/adapter_final"), &dir.path("ADAPTER"));
     copy_folder(&golden("qbases/models/tiny-gptq-4-g32-act"), &dir.path("MODEL-gptq"));
     fs::copy(golden("qbases/models/tiny-gguf-q8_0/model.gguf"), dir.path("MODEL.gguf")).unwrap();

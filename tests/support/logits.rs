@@ -43,7 +43,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
         let valid: Vec<u32> =
             ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
-        batch.samples.push(Sample { start: batch.ids.len(), len: valid.len() });
+        batch.samples.push(Sample { start: batch.ids.len(), len: valid.len(), ..Sample::default() });
         batch.targets.extend(vec![IGNORE; valid.len()]);
         batch.ids.extend(valid);
         batch.num_samples += 1;

@@ -48,6 +48,23 @@ impl Conversation {
         Ok(chat)
     }
 
+    /// Makes a chat of one message by the user.
+    pub(super) fn of_user(text: &str) -> Self {
+        let mut chat = Conversation::default();
+        chat.push("user", text.to_owned());
+        chat
+    }
+
+    /// Makes a chat of a record of messages; an empty one of another record.
+    pub(super) fn of_record(record: ParsedRow) -> Self {
+        match record {
+            ParsedRow::Messages { messages, counts, options, .. } => {
+                Conversation { messages, counts, options }
+            }
+            _ => Conversation::default(),
+        }
+    }
+
     /// Adds a plain message.
     pub(super) fn push(&mut self, role: &str, content: String) {
         self.messages.push(json!({"role": role, "content": content}));
@@ -104,6 +121,27 @@ impl Conversation {
     pub(super) fn trained_from(mut self, first: usize) -> Self {
         self.counts.iter_mut().take(first).for_each(|counts| *counts = false);
         self
+    }
+
+    /// Number of messages.
+    pub(super) fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// Returns true without messages.
+    pub(super) fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// Divides the messages before index `at`. The first part keeps the template's variables.
+    pub(super) fn split_at(mut self, at: usize) -> [Self; 2] {
+        let (messages, counts) = (self.messages.split_off(at), self.counts.split_off(at));
+        [self, Conversation { messages, counts, options: None }]
+    }
+
+    /// The messages, and the template's variables.
+    pub(super) fn into_parts(self) -> (Vec<Value>, Option<Value>) {
+        (self.messages, self.options)
     }
 
     pub(super) fn into_record(self, tools: Option<Value>) -> ParsedRow {

@@ -54,6 +54,8 @@ pub struct RowNotes {
     pub empty_answers: usize,
     /// Unknown roles of untrained messages, with the number of messages.
     pub unknown_roles: BTreeMap<String, usize>,
+    /// True if the tokens of the prompt alone differ from those before its answer.
+    pub merged_prompt: bool,
 }
 
 /// The notes of all rows of a data set.
@@ -64,6 +66,7 @@ pub struct NoteCounts {
     special_tokens: BTreeMap<String, (usize, Option<Origin>)>,
     empty_answers: (usize, usize),
     unknown_roles: BTreeMap<String, (usize, usize)>,
+    merged_prompts: usize,
 }
 
 impl NoteCounts {
@@ -77,6 +80,7 @@ impl NoteCounts {
             let (turns, rows) = &mut self.empty_answers;
             (*turns, *rows) = (*turns + notes.empty_answers, *rows + 1);
         }
+        self.merged_prompts += usize::from(notes.merged_prompt);
         for (role, messages) in notes.unknown_roles {
             let (all, rows) = self.unknown_roles.entry(role).or_default();
             (*all, *rows) = (*all + messages, *rows + 1);
@@ -109,6 +113,14 @@ impl fmt::Display for NoteCounts {
                  `\"train\": false` in such a message leaves it out",
                 units::count(turns as u64),
                 units::counted(rows, "row")
+            )?;
+        }
+        if self.merged_prompts > 0 {
+            write!(
+                f,
+                "\nwarning: the last tokens of the prompt merge with the answer in {}: the answer begins at the \
+                 merged token, which a model that gets the prompt alone does not see; end prompts with a line end",
+                units::counted(self.merged_prompts, "row")
             )?;
         }
         for (role, (messages, rows)) in &self.unknown_roles {

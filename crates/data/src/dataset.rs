@@ -10,8 +10,10 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 
+use super::answer_groups::AnswerGroups;
+use super::batch::groups_of;
 use super::child_pool::MOST_ENDED;
-use super::encode::{Encoder, Example};
+use super::encode::{Encoder, Encoding, Example};
 use super::example_source::ExampleSource;
 use super::file_formats::{FileFormats, OtherFormat};
 use super::raw_rows::{DataFile, RawRow};
@@ -19,7 +21,7 @@ use super::selected_rows::likeness;
 use super::source::read;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
-use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
+use super::{AnsweredRow, DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::OnBadRow;
 use crate::units;
@@ -92,6 +94,7 @@ impl Dataset {
         needs_met(&source.rows, &formats, tokenizer, template)?;
         let has_chats = is_rendered(&source.rows, &formats);
         if let Some(template) = template.filter(|_| has_chats) {
+            report.rendered = true;
             report.notes.push(format!("chat template: {}", template.described()));
             report.warnings.extend(template.split_markers(tokenizer)?);
         }
@@ -111,16 +114,21 @@ impl Dataset {
             template.release();
         }
         let mut examples = Vec::with_capacity(outcomes.len());
+        let mut answers = AnswerGroups::new(options);
         let mut bad = Vec::new();
         for (row, outcome) in source.rows.iter().zip(outcomes) {
             match outcome {
-                Ok(outcome) => examples.append(&mut report.add(outcome, &row.origin)),
+                Ok(outcome) => match report.add(outcome, &row.origin) {
+                    Encoding::Answers(row) => answers.add(row),
+                    encoding => examples.append(&mut encoding.into_examples()),
+                },
                 Err(fault) => {
                     report.add_bad(row.origin.clone(), fault);
                     bad.push(row);
                 }
             }
         }
+        examples.append(&mut answers.into_examples(&mut report));
         stop_on_faults(&report, options, || formats.other_format(&source.rows, &bad))?;
         none_has_given_up(tokenizer, template)?;
         if examples.is_empty() {
@@ -133,6 +141,17 @@ impl Dataset {
     /// The examples, in the order of the files.
     pub fn examples(&self) -> &[Example] {
         &self.examples
+    }
+
+    /// The examples that stay together in a micro-batch: those of a
+    /// [group](ExampleSource::group), or one by itself.
+    pub fn groups(&self) -> impl Iterator<Item = &[Example]> {
+        groups_of(&self.examples)
+    }
+
+    /// Number of tokens of each of [`Self::groups`].
+    pub fn group_lengths(&self) -> impl Iterator<Item = usize> {
+        self.groups().map(|group| group.iter().map(|example| example.ids.len()).sum())
     }
 
     /// Number of examples.
@@ -187,6 +206,7 @@ impl ExampleSource for Dataset {
             if let Some(group) = example.group {
                 hasher.update(&group.to_le_bytes());
             }
+            hasher.update(&example.role.digest_bytes());
         }
         hasher.finalize()
     }
@@ -245,7 +265,9 @@ fn needs_met(
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
     let chat = |row: &&RawRow| {
-        matches!(super::format::convert(&row.value, formats.of(row)), Ok(Some(ParsedRow::Messages { .. })))
+        use AnsweredRow::Chats;
+        let record = formats.record(row);
+        matches!(record, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Answers(Chats { .. }))))
     };
     if template.is_none()
         && let Some(row) = formats.first_good_rows(rows).into_iter().find(chat)
@@ -273,9 +295,10 @@ fn no_eos(tokenizer: &Tokenizer) -> Option<String> {
 
 /// Returns whether rows of any format use a chat template if one is available.
 fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
-    formats.first_good_rows(rows).into_iter().any(|row| {
-        let parsed = super::format::convert(&row.value, formats.of(row));
-        matches!(parsed, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Task { .. })))
+    use AnsweredRow::{Chats, Tasks};
+    formats.first_good_rows(rows).into_iter().any(|row| match formats.record(row) {
+        Ok(Some(ParsedRow::Answers(answers))) => matches!(answers, Chats { .. } | Tasks { .. }),
+        record => matches!(record, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Task { .. }))),
     })
 }
 

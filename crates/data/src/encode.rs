@@ -16,9 +16,11 @@ use super::child_pool::RowBudget;
 use super::control_tokens::ControlTokens;
 use super::conversation::{REASONING_KEYS, TOOLS_KEYS, text_of};
 use super::coverage::{self, RowNotes};
-use super::format::question;
-use super::parsed_row::ParsedRow;
+pub use super::example::{EncodedRow, Encoding, Example};
+use super::parsed_row::{ParsedRow, Task};
 use super::raw_rows::RawRow;
+use super::role::Role;
+use super::row_fields::question;
 use super::spans::{ChatOfRow, TrainedChat, TrainedMessages, render_trained};
 use super::template::ChatTemplate;
 use super::tokenizer::{Encoded, Tokenizer};
@@ -26,63 +28,6 @@ use super::{DataOptions, Origin, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::{DataFormat, OnLongRow};
 use crate::recipe::{TrainOn, TrainedEnds, TrainedTurns};
-
-/// A row as the model sees it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Example {
-    /// Token ids, at most `max_seq_len`.
-    pub ids: Vec<u32>,
-    /// True for each token whose prediction is trained. The first token is never predicted.
-    pub trained: Vec<bool>,
-    /// File and position of the row.
-    pub origin: Origin,
-    /// The [group](super::ExampleSource::group) that it belongs to.
-    pub group: Option<u32>,
-}
-
-impl Example {
-    /// Number of tokens that are predicted and trained.
-    pub fn num_trained(&self) -> usize {
-        self.trained.iter().skip(1).filter(|trained| **trained).count()
-    }
-}
-
-/// Result of encoding a row.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Encoding {
-    /// Its examples: one, or the chunks of a document.
-    Examples(Vec<Example>),
-    /// One example, cut to `max_seq_len` from `was` tokens.
-    Truncated {
-        /// The shortened example.
-        example: Example,
-        /// Number of tokens before.
-        was: usize,
-        /// True if trained tokens were cut off: the end of an answer.
-        lost_answer: bool,
-    },
-    /// Skipped for its length.
-    Dropped {
-        /// The number of tokens that it had.
-        was: usize,
-    },
-    /// Skipped because its answer begins after `max_seq_len` tokens.
-    CutAway {
-        /// The number of tokens that it had.
-        was: usize,
-    },
-    /// Skipped because its label marks a bad answer.
-    LeftOut,
-}
-
-/// A row's examples, and notes on it for the user.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EncodedRow {
-    /// The examples, or the reason for none.
-    pub encoding: Encoding,
-    /// Notes on the row, for the user.
-    pub notes: RowNotes,
-}
 
 /// Turns records into examples for one model.
 #[derive(Debug)]
@@ -123,11 +68,12 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// Fails with the row's fault, or with an error that ends the run.
     pub(crate) fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<EncodedRow, RowError> {
-        let Some(record) = super::format::convert(&row.value, format)? else {
+        let rows = self.options.objective.rows();
+        let Some(record) = super::format::convert(&row.value, format, rows)? else {
             return Ok(EncodedRow { encoding: Encoding::LeftOut, notes: RowNotes::default() });
         };
         let mut encoded = self.encode(&record, &row.origin, row.document)?;
-        encoded.notes.unused_keys.extend(super::format::unused_keys(&row.value, format));
+        encoded.notes.unused_keys.extend(super::format::unused_keys(&row.value, format, rows));
         Ok(encoded)
     }
 
@@ -142,18 +88,19 @@ impl<'a> Encoder<'a> {
         document: bool,
     ) -> Result<EncodedRow, RowError> {
         let mut notes = RowNotes::default();
-        let tokens = self.tokens(record, &mut notes, &RowBudget::default())?;
-        Ok(EncodedRow { encoding: self.fitted(tokens, origin, document)?, notes })
+        let encoding = match record {
+            ParsedRow::Answers(row) => self.answers(row, origin, &mut notes)?,
+            record => {
+                let tokens = self.tokens(record, &mut notes, &RowBudget::default())?;
+                self.fitted(tokens, origin, document)?
+            }
+        };
+        Ok(EncodedRow { encoding, notes })
     }
 
     /// The examples of a row's tokens, none longer than `max_seq_len`.
     fn fitted(&self, tokens: Tokens, origin: &Origin, document: bool) -> Result<Encoding, RowFault> {
-        if let Some(id) = tokens.ids.iter().find(|id| **id as usize >= self.options.vocab_size) {
-            let token = self.tokenizer.token(*id).unwrap_or_default();
-            let why =
-                format!("token {id} ({token:?}); the model has the ids below {}", self.options.vocab_size);
-            return Err(RowFault::new(RowFaultKind::Vocabulary, why));
-        }
+        self.check_known(&tokens.ids)?;
         let (max, was) = (self.options.max_seq_len, tokens.ids.len());
         if was <= max {
             return self.example(tokens, origin).map(|example| Encoding::Examples(vec![example]));
@@ -163,10 +110,7 @@ impl<'a> Encoder<'a> {
         }
         match self.options.on_long_row {
             OnLongRow::Drop => Ok(Encoding::Dropped { was }),
-            OnLongRow::Stop => Err(RowFault::new(
-                RowFaultKind::TooLong,
-                format!("{was} tokens; `data.max_seq_len` is {max}"),
-            )),
+            OnLongRow::Stop => Err(self.too_long(was)),
             OnLongRow::Truncate => {
                 let Tokens { mut ids, mut trained } = tokens;
                 let any = trained.iter().skip(1).any(|trained| *trained);
@@ -180,6 +124,31 @@ impl<'a> Encoder<'a> {
                 Ok(Encoding::Truncated { example, was, lost_answer })
             }
         }
+    }
+
+    /// Refuses a row with a token that the model does not have.
+    pub(super) fn check_known(&self, ids: &[u32]) -> Result<(), RowFault> {
+        let Some(id) = ids.iter().find(|id| **id as usize >= self.options.vocab_size) else { return Ok(()) };
+        let token = self.tokenizer.token(*id).unwrap_or_default();
+        let why = format!("token {id} ({token:?}); the model has the ids below {}", self.options.vocab_size);
+        Err(RowFault::new(RowFaultKind::Vocabulary, why))
+    }
+
+    pub(super) fn too_long(&self, was: usize) -> RowFault {
+        let why = format!("{was} tokens; `data.max_seq_len` is {}", self.options.max_seq_len);
+        RowFault::new(RowFaultKind::TooLong, why)
+    }
+
+    pub(super) fn tokenizer(&self) -> &Tokenizer {
+        self.tokenizer
+    }
+
+    pub(super) fn template(&self) -> Option<&ChatTemplate> {
+        self.template
+    }
+
+    pub(super) fn options(&self) -> &DataOptions {
+        self.options
     }
 
     /// Splits a document into consecutive pieces of at most `max_seq_len` tokens. Nothing predicts
@@ -204,8 +173,8 @@ impl<'a> Encoder<'a> {
     }
 
     fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, RowFault> {
-        let example =
-            Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone(), group: None };
+        let Tokens { ids, trained } = tokens;
+        let example = Example { ids, trained, origin: origin.clone(), group: None, role: Role::Plain };
         if example.num_trained() == 0 {
             let why = match (example.ids.len(), &self.options.train_on) {
                 (0 | 1, _) => "it is empty",
@@ -228,19 +197,22 @@ impl<'a> Encoder<'a> {
                 let (tools, options) = (tools.as_ref(), options.as_ref());
                 self.chat(ChatOfRow { messages, tools, options, budget }, counts, notes)
             }
-            ParsedRow::Task { system, instruction, input, output } if self.template.is_some() => {
+            ParsedRow::Task { task: Task { system, instruction, input }, output }
+                if self.template.is_some() =>
+            {
                 let mut messages: Vec<Value> =
                     system.iter().map(|text| json!({"role": "system", "content": text})).collect();
                 messages.push(json!({"role": "user", "content": question(instruction, input)}));
                 messages.push(json!({"role": "assistant", "content": output}));
                 self.chat(ChatOfRow { messages: &messages, tools: None, options: None, budget }, &[], notes)
             }
-            ParsedRow::Task { system, instruction, input, output } => {
+            ParsedRow::Task { task: Task { system, instruction, input }, output } => {
                 self.text(&task_prompt(system.as_deref(), instruction, input), output, budget)
             }
             ParsedRow::Pair { prompt, completion } => self.text(prompt, completion, budget),
             ParsedRow::Text(text) => self.text("", text, budget),
             ParsedRow::Tokens { ids, trained } => Ok(Tokens { ids: ids.clone(), trained: trained.clone() }),
+            ParsedRow::Answers(_) => Err(RowError::Run(Error::internal("answers are no single text"))),
         }
     }
 
@@ -306,7 +278,7 @@ impl<'a> Encoder<'a> {
     }
 
     /// The control tokens to encode as text; `None` unless the options request it.
-    fn control(&self, template: &ChatTemplate) -> Result<Option<&ControlTokens>> {
+    pub(super) fn control(&self, template: &ChatTemplate) -> Result<Option<&ControlTokens>> {
         if !self.options.sanitize_control_tokens {
             return Ok(None);
         }
@@ -317,8 +289,13 @@ impl<'a> Encoder<'a> {
         Ok(self.control.get_or_init(|| tokens).as_ref())
     }
 
+    /// The control tokens of earlier chats, if they are encoded as text.
+    pub(super) fn known_control(&self) -> Option<&ControlTokens> {
+        self.control.get()?.as_ref()
+    }
+
     /// The special tokens that the texts of a chat hold: contents, reasoning, calls and tools.
-    fn special_tokens_of(&self, chat: &ChatOfRow<'_>) -> Vec<String> {
+    pub(super) fn special_tokens_of(&self, chat: &ChatOfRow<'_>) -> Vec<String> {
         let Some(pattern) = &self.special_pattern else { return Vec::new() };
         let mut held = BTreeSet::new();
         let mut find = |text: &str| {
@@ -369,7 +346,12 @@ impl<'a> Encoder<'a> {
         Ok(self.with_eos(&text, encoded, trained, ends_trained))
     }
 
-    fn encoded(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded, RowError> {
+    pub(super) fn encoded(
+        &self,
+        text: &str,
+        add_special: bool,
+        budget: &RowBudget,
+    ) -> Result<Encoded, RowError> {
         self.tokenizer.encode_within(text, add_special, budget).map_err(unreadable)
     }
 
@@ -408,7 +390,7 @@ fn trained_messages(train_on: &TrainOn, messages: &[Value], counts: &[bool]) -> 
     trained
 }
 
-fn unreadable(error: Error) -> RowError {
+pub(super) fn unreadable(error: Error) -> RowError {
     RowError::of(RowFaultKind::Unreadable, error)
 }
 
@@ -425,7 +407,7 @@ fn none_trained(messages: &[Value]) -> String {
 
 /// Keys of messages that neither this program nor the template reads, as `messages.KEY`. A template
 /// that names `tools` reads the row's tools, not a key of a message.
-fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<String> {
+pub(super) fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<String> {
     const READ: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
     let keys = messages.iter().filter_map(Value::as_object).flat_map(|message| message.keys());
     let reads_of_message = |key: &str| {
@@ -440,7 +422,7 @@ fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<Strin
 }
 
 /// The prompt of a task, for models without a chat template.
-fn task_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
+pub(super) fn task_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
     let mut prompt = String::new();
     for (heading, part) in
         [("System", system.unwrap_or_default()), ("Instruction", instruction), ("Input", input)]

@@ -34,6 +34,7 @@ pub trait ExampleSource: Debug + Sync {
     /// Example `index`, from memory or from a file.
     fn example(&self, index: usize) -> Cow<'_, Example>;
 
-    /// BLAKE3 over ids, masks and groups of all examples in order: equal digests train alike.
+    /// BLAKE3 over ids, masks, groups and roles of all examples in order: equal digests train
+    /// alike.
     fn digest(&self) -> blake3::Hash;
 }

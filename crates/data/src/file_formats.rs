@@ -4,11 +4,13 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::DataOptions;
 use super::format::{RowFormat as _, convert, detect};
+use super::labelled_rows::LABEL_KEYS;
+use super::parsed_row::ParsedRow;
 use super::raw_rows::{DataFile, RawRow};
+use super::{DataOptions, RowFault};
 use crate::error::{Error, Result};
-use crate::recipe::enums::DataFormat;
+use crate::recipe::enums::{DataFormat, ObjectiveKind, ObjectiveRows};
 
 /// The formats of the files of a data set.
 #[derive(Debug)]
@@ -17,6 +19,7 @@ pub(super) struct FileFormats {
     /// The format of rows of other files.
     otherwise: DataFormat,
     why: String,
+    objective: ObjectiveKind,
 }
 
 /// A file with rows of another format than it was read as.
@@ -27,6 +30,8 @@ pub(super) struct OtherFormat {
     format: DataFormat,
     /// True if most rows of the file have it.
     is_of_most_rows: bool,
+    /// True if the objective reads single rows.
+    is_single: bool,
 }
 
 impl OtherFormat {
@@ -34,8 +39,8 @@ impl OtherFormat {
     pub(super) fn hint(&self) -> String {
         let file = self.file.display();
         let format = match self.format {
-            // A run refuses pairs until their chosen side is named.
-            DataFormat::Preference => DataFormat::PreferenceChosen,
+            // Cross-entropy refuses pairs until their chosen side is named.
+            DataFormat::Preference if self.is_single => DataFormat::PreferenceChosen,
             format => format,
         };
         if self.is_of_most_rows {
@@ -60,42 +65,74 @@ impl FileFormats {
                 Error::user("the data set is empty").because(format!("no row in {}", files.join(", ")))
             );
         }
-        let one = |otherwise, why| FileFormats { files: HashMap::new(), otherwise, why };
+        let objective = options.objective;
+        let one = |otherwise, why| FileFormats { files: HashMap::new(), otherwise, why, objective };
         let formats = match options.format {
             // The faults of the rows explain more than a failed detection.
             DataFormat::Auto if source.rows.is_empty() => {
                 Ok(one(DataFormat::Auto, "no row is readable".to_owned()))
             }
-            DataFormat::Auto => Self::detect(&source.rows),
+            DataFormat::Auto => Self::detect(&source.rows, objective),
             format => Ok(one(format, format!("{format}: as `data.format` says"))),
         }?;
-        formats.refuse_pairs(&source.rows)?;
+        formats.refuse_other_rows(&source.rows)?;
         Ok(formats)
     }
 
-    /// Refuses pairs of answers, which cross-entropy cannot compare.
-    fn refuse_pairs(&self, rows: &[RawRow]) -> Result<()> {
-        let Some(row) = rows.iter().find(|row| self.of(row) == DataFormat::Preference) else { return Ok(()) };
-        Err(Error::user(format!("cannot train on the preference rows of {}", row.origin.file.display()))
-            .because(
-                "`objective.kind` is \"cross_entropy\", which trains one answer a row; these rows have two, \
-                 `chosen` and `rejected`",
-            )
-            .hint(match row.format {
-                Some(_) => {
-                    "write `format = \"preference_chosen\"` in the `[[data.train]]` table of this source to train the \
-                     chosen answers alone"
-                }
-                None => "write `data.format = \"preference_chosen\"` to train the chosen answers alone",
-            }))
+    /// Refuses rows that the objective does not read, before each of them is a fault.
+    fn refuse_other_rows(&self, rows: &[RawRow]) -> Result<()> {
+        let (kind, wanted) = (self.objective, self.objective.rows());
+        let has_label = |row: &RawRow| LABEL_KEYS.iter().any(|key| row.value.contains_key(*key));
+        let is_pair = |format| matches!(format, DataFormat::Preference | DataFormat::PreferenceChosen);
+        let is_other = |row: &&RawRow| match (wanted, self.of(row)) {
+            (_, DataFormat::Auto) => false,
+            (ObjectiveRows::Single, format) => format == DataFormat::Preference,
+            (ObjectiveRows::Pairs, format) => !is_pair(format),
+            (ObjectiveRows::Labelled, format) => !is_pair(format) && !has_label(row),
+        };
+        let Some(row) = rows.iter().find(is_other) else { return Ok(()) };
+        let format = self.of(row);
+        let reads = match wanted {
+            ObjectiveRows::Single => {
+                "which trains one answer a row; these rows have two, `chosen` and `rejected`"
+            }
+            ObjectiveRows::Pairs => "which compares two answers a row, `chosen` and `rejected`",
+            ObjectiveRows::Labelled => {
+                "which learns from answers with a `label`, or from two answers a row, `chosen` and `rejected`"
+            }
+        };
+        let of_row = match wanted {
+            ObjectiveRows::Single => String::new(),
+            _ => format!("; {} has the keys {}", row.origin, super::row_fields::keys_of(&row.value)),
+        };
+        let hint = match wanted {
+            ObjectiveRows::Single => {
+                let format = match row.format {
+                    Some(_) => "`format = \"preference_chosen\"` in the `[[data.train]]` table of this source",
+                    None => "`data.format = \"preference_chosen\"`",
+                };
+                format!(
+                    "write `objective.kind = \"dpo\"` to learn from both answers, or {format} to train the chosen \
+                     answers alone"
+                )
+            }
+            _ if has_label(row) => "write `objective.kind = \"kto\"` to learn from labelled answers".to_owned(),
+            _ => "write `objective.kind = \"cross_entropy\"` to train on these rows, or give rows with `chosen` \
+                  and `rejected`; `columns` in a `[[data.train]]` table renames keys"
+                .to_owned(),
+        };
+        Err(Error::user(format!("cannot train on the {format} rows of {}", row.origin.file.display()))
+            .because(format!("`objective.kind` is \"{kind}\", {reads}{of_row}"))
+            .hint(hint))
     }
 
-    fn detect(rows: &[RawRow]) -> Result<Self> {
+    fn detect(rows: &[RawRow], objective: ObjectiveKind) -> Result<Self> {
+        let wanted = objective.rows();
         let mut formats = Vec::new();
         // The rows of a file are consecutive.
         for rows in rows.chunk_by(|a, b| a.origin.file == b.origin.file) {
             let detected = match rows[0].format {
-                None | Some(DataFormat::Auto) => detect(rows)?,
+                None | Some(DataFormat::Auto) => detect(rows, wanted)?,
                 Some(format) => (format, format!("{format}: as its source says")),
             };
             formats.push((&rows[0].origin.file, detected));
@@ -103,7 +140,7 @@ impl FileFormats {
         let first = formats.first().map(|(_, (format, _))| *format);
         let why = if formats.iter().all(|(_, (format, _))| Some(*format) == first) {
             match rows[0].format {
-                None | Some(DataFormat::Auto) => detect(rows)?.1,
+                None | Some(DataFormat::Auto) => detect(rows, wanted)?.1,
                 Some(_) => formats[0].1.1.clone(),
             }
         } else {
@@ -111,7 +148,7 @@ impl FileFormats {
             format!("each file by its own rows:{}", each.collect::<String>())
         };
         let files = formats.into_iter().map(|(file, (format, _))| (Arc::clone(file), format)).collect();
-        Ok(FileFormats { files, otherwise: DataFormat::Auto, why })
+        Ok(FileFormats { files, otherwise: DataFormat::Auto, why, objective })
     }
 
     /// The format of a row.
@@ -125,7 +162,8 @@ impl FileFormats {
         bad.chunk_by(|a, b| a.origin.file == b.origin.file).find_map(|of_file| {
             let mut counts: Vec<(DataFormat, usize)> = Vec::new();
             for row in of_file {
-                let Ok((format, _)) = detect(std::slice::from_ref(*row)) else { continue };
+                let row = std::slice::from_ref(*row);
+                let Ok((format, _)) = detect(row, self.objective.rows()) else { continue };
                 match counts.iter_mut().find(|(known, _)| *known == format) {
                     Some((_, count)) => *count += 1,
                     None => counts.push((format, 1)),
@@ -139,8 +177,14 @@ impl FileFormats {
                 file: Arc::clone(file),
                 format,
                 is_of_most_rows: count * 2 > all,
+                is_single: self.objective.rows() == ObjectiveRows::Single,
             })
         })
+    }
+
+    /// Converts a row by its format; `None` if the objective skips it.
+    pub(super) fn record(&self, row: &RawRow) -> Result<Option<ParsedRow>, RowFault> {
+        convert(&row.value, self.of(row), self.objective.rows())
     }
 
     /// A sentence with the chosen formats and the reason.
@@ -154,7 +198,7 @@ impl FileFormats {
         let mut examples = Vec::new();
         for row in rows {
             let format = self.of(row);
-            if !seen.contains(&format) && convert(&row.value, format).is_ok() {
+            if !seen.contains(&format) && self.record(row).is_ok() {
                 seen.push(format);
                 examples.push(row);
             }

@@ -6,13 +6,17 @@
 
 use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, OPTIONS_KEY, SYSTEM_KEYS, TOOLS_KEYS, messages_of, tools_of, truth};
+use super::conversation::{Conversation, OPTIONS_KEY, SYSTEM_KEYS, TOOLS_KEYS, tools_of, truth};
 use super::json_rows::json_type;
+use super::labelled_rows::{self, LABEL_KEYS};
+use super::pair_rows::PairRow;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
-use super::{RowFault, RowFaultKind, token_rows};
+use super::role::Role;
+use super::row_fields::{alpaca, fault, keys_of, task, text};
+use super::{RowFault, token_rows};
 use crate::error::{Error, Result};
-use crate::recipe::enums::DataFormat;
+use crate::recipe::enums::{DataFormat, ObjectiveRows};
 
 /// All formats of rows, in the order of detection.
 const FORMATS: [DataFormat; 9] = [
@@ -72,7 +76,7 @@ impl RowFormat for DataFormat {
 ///
 /// # Errors
 /// Fails unless more than half of the rows have the same known format.
-pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
+pub fn detect(rows: &[RawRow], wanted: ObjectiveRows) -> Result<(DataFormat, String)> {
     let mut counts = [0usize; FORMATS.len()];
     let mut unknown = None;
     for row in rows {
@@ -111,34 +115,45 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
     } else {
         format!("{count} of {} rows have", rows.len())
     };
-    let mut why = format!("{format}: {share} {}", keys_found(format, rows));
-    if format == DataFormat::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
+    let mut why = format!("{format}: {share} {}", keys_found(format, rows, wanted));
+    let has_label = || rows.iter().any(|row| row.value.contains_key("label"));
+    if format == DataFormat::Messages && wanted == ObjectiveRows::Single && has_label() {
         why.push_str("; of the labelled rows those with a true label are trained");
     }
     Ok((format, why))
 }
 
 /// The keys that the first row of the format has, for messages.
-fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
-    let wanted: Vec<&str> = match format {
+fn keys_found(format: DataFormat, rows: &[RawRow], wanted: ObjectiveRows) -> String {
+    let mut keys: Vec<&str> = match format {
         DataFormat::Sharegpt => vec!["conversations", "conversation", "tools"],
         DataFormat::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
         DataFormat::Alpaca => vec!["instruction", "input", "output"],
         DataFormat::Instruction => vec!["instruction", "context", "response"],
         DataFormat::Messages => vec!["messages", "tools", "label"],
         DataFormat::Preference | DataFormat::PreferenceChosen => {
-            vec!["prompt", "messages", "conversations", "chosen", "rejected"]
+            vec!["instruction", "prompt", "messages", "conversations", "chosen", "rejected"]
         }
         DataFormat::Tokens => token_rows::KEYS.to_vec(),
         _ => format.keys().split(", ").collect(),
     };
+    let more = keys_of_objective(wanted).iter().filter(|key| !keys.contains(key)).copied();
+    keys.extend(more.collect::<Vec<_>>());
     let row = rows.iter().find(|row| format.fits(&row.value));
-    let values: Vec<String> = wanted
+    let values: Vec<String> = keys
         .into_iter()
         .filter(|key| row.is_some_and(|row| row.value.contains_key(*key)))
         .map(|key| format!("`{key}`"))
         .collect();
     values.join(", ")
+}
+
+/// Keys of a row that an objective reads beside those of the format.
+fn keys_of_objective(rows: ObjectiveRows) -> &'static [&'static str] {
+    match rows {
+        ObjectiveRows::Single | ObjectiveRows::Pairs => &[],
+        ObjectiveRows::Labelled => &LABEL_KEYS,
+    }
 }
 
 /// Returns whether the keys of a row are those of some format.
@@ -160,7 +175,12 @@ fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Ve
             Some(vec!["prompt", "completion", "canonical_solution"])
         }
         DataFormat::Preference | DataFormat::PreferenceChosen if is_text("chosen") => {
-            Some(vec!["prompt", "chosen", "rejected"])
+            let task: &[&str] = if row.contains_key("instruction") {
+                &["instruction", "input", "history", SYSTEM_KEYS[0], SYSTEM_KEYS[1]]
+            } else {
+                &["prompt"]
+            };
+            Some([task, &["chosen", "rejected"]].concat())
         }
         _ => None,
     }
@@ -192,12 +212,12 @@ fn used_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<&'static str> 
 }
 
 /// Keys of a row that nothing reads, though their values are not empty.
-pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<String> {
+pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat, rows: ObjectiveRows) -> Vec<String> {
     let format = match format {
         DataFormat::Auto => FORMATS.into_iter().find(|format| format.fits(row)).unwrap_or(format),
         format => format,
     };
-    let used = used_keys(row, format);
+    let used = [&used_keys(row, format)[..], keys_of_objective(rows)].concat();
     let holds = |value: &Value| match value {
         Value::Null => false,
         Value::String(text) => !text.is_empty(),
@@ -209,122 +229,60 @@ pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<S
     unused.map(|(key, _)| key.chars().take(100).collect()).collect()
 }
 
-/// Converts a row of `format`; `None` if its label marks a bad answer, which is skipped.
+/// Converts a row of `format` for an objective that reads `rows`; `None` if its label marks a bad
+/// answer, which an objective of single rows skips.
 ///
 /// # Errors
-/// Fails if the row is not of the format.
-pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<ParsedRow>, RowFault> {
-    let record = match format {
-        DataFormat::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
-            Some(format) => return convert(row, *format),
-            None => return Err(no_format(row)),
-        },
-        DataFormat::Messages => {
-            if let Some(label) = row.get("label") {
-                match truth(label) {
-                    Some(true) => {}
-                    Some(false) => return Ok(None),
-                    None => return Err(fault(format!("`label` is {label}; true or false is needed"))),
-                }
+/// Fails if the row is not of the format, or no row of the objective.
+pub fn convert(
+    row: &Map<String, Value>,
+    format: DataFormat,
+    rows: ObjectiveRows,
+) -> Result<Option<ParsedRow>, RowFault> {
+    let format = match format {
+        DataFormat::Auto => *FORMATS.iter().find(|format| format.fits(row)).ok_or_else(|| no_format(row))?,
+        format => format,
+    };
+    match (rows, format) {
+        (ObjectiveRows::Single, DataFormat::Messages) => {
+            match row.get("label").map(|label| (label, truth(label))) {
+                Some((_, Some(false))) => Ok(None),
+                Some((label, None)) => Err(fault(format!("`label` is {label}; true or false is needed"))),
+                _ => convert_single(row, format).map(Some),
             }
+        }
+        (ObjectiveRows::Single, _) => convert_single(row, format).map(Some),
+        (ObjectiveRows::Pairs, _) => PairRow::read(row)?.answered([Role::Chosen, Role::Rejected]).map(Some),
+        (ObjectiveRows::Labelled, DataFormat::Preference) => {
+            labelled_rows::of_pair(PairRow::read(row)?).map(Some)
+        }
+        (ObjectiveRows::Labelled, _) => labelled_rows::of_single(row, convert_single(row, format)?).map(Some),
+    }
+}
+
+/// Converts a row of `format` to one text or chat; of a pair, its chosen side.
+fn convert_single(row: &Map<String, Value>, format: DataFormat) -> Result<ParsedRow, RowFault> {
+    Ok(match format {
+        DataFormat::Auto => return Err(no_format(row)),
+        DataFormat::Messages => {
             Conversation::read(row, "messages")?.with_system(row)?.into_record(tools_of(row)?)
         }
         DataFormat::Sharegpt => {
             let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
             Conversation::read(row, key)?.with_system(row)?.into_record(tools_of(row)?)
         }
-        DataFormat::Preference | DataFormat::PreferenceChosen => preference(row)?,
-        DataFormat::Alpaca => alpaca(row)?,
+        DataFormat::Preference | DataFormat::PreferenceChosen => PairRow::read(row)?.chosen(),
+        DataFormat::Alpaca => alpaca(row, "output")?,
         DataFormat::Instruction => task(row, "instruction", "context", "response")?,
         DataFormat::QuestionAnswer => task(row, "question", "context", "answer")?,
         DataFormat::PromptCompletion => prompt_completion(row)?,
         DataFormat::Text => ParsedRow::Text(text(row, "text")?),
         DataFormat::Tokens => token_rows::read(row)?,
-    };
-    Ok(Some(record))
-}
-
-fn fault(why: impl Into<String>) -> RowFault {
-    RowFault::new(RowFaultKind::Format, why)
+    })
 }
 
 fn no_format(row: &Map<String, Value>) -> RowFault {
     fault(format!("its keys are those of no format: {}", keys_of(row)))
-}
-
-/// The first keys of a row, for messages.
-fn keys_of(row: &Map<String, Value>) -> String {
-    const SHOWN: usize = 30;
-    let clipped = |key: &String| key.chars().take(100).collect::<String>();
-    let keys: Vec<String> = row.keys().take(SHOWN).map(clipped).collect();
-    match row.len().saturating_sub(SHOWN) {
-        0 => keys.join(", "),
-        more => format!("{} and {more} more", keys.join(", ")),
-    }
-}
-
-fn text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
-    match row.get(key) {
-        Some(Value::String(text)) => Ok(text.clone()),
-        Some(other) => Err(fault(format!("`{key}` is {}; a string is needed", json_type(other)))),
-        None => Err(fault(format!("it has no `{key}`; its keys are {}", keys_of(row)))),
-    }
-}
-
-fn optional_text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
-    match row.get(key) {
-        None | Some(Value::Null) => Ok(String::new()),
-        Some(_) => text(row, key),
-    }
-}
-
-fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Result<ParsedRow, RowFault> {
-    let systems = SYSTEM_KEYS.into_iter().map(|key| optional_text(row, key));
-    let systems = systems.collect::<Result<Vec<_>, _>>()?;
-    Ok(ParsedRow::Task {
-        system: systems.into_iter().find(|system| !system.is_empty()),
-        instruction: text(row, ask)?,
-        input: optional_text(row, about)?,
-        output: text(row, answer)?,
-    })
-}
-
-fn alpaca(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
-    let record = task(row, "instruction", "input", "output")?;
-    let history = match row.get("history") {
-        None | Some(Value::Null) => return Ok(record),
-        Some(Value::Array(turns)) if turns.is_empty() => return Ok(record),
-        Some(Value::Array(turns)) => turns,
-        Some(other) => {
-            return Err(fault(format!("`history` is {}; a list of pairs is needed", json_type(other))));
-        }
-    };
-    let ParsedRow::Task { system, instruction, input, output } = record else { return Ok(record) };
-    let mut chat = Conversation::default();
-    if let Some(system) = system {
-        chat.push("system", system);
-    }
-    for turn in history {
-        match turn.as_array().map(Vec::as_slice) {
-            Some([Value::String(user), Value::String(assistant)]) => {
-                chat.push("user", user.clone());
-                chat.push("assistant", assistant.clone());
-            }
-            _ => return Err(fault("`history` holds something that is not a pair of strings")),
-        }
-    }
-    chat.push("user", question(&instruction, &input));
-    chat.push("assistant", output);
-    Ok(chat.into_record(None))
-}
-
-/// The user's turn of a task.
-pub(super) fn question(instruction: &str, input: &str) -> String {
-    match (instruction.is_empty(), input.is_empty()) {
-        (_, true) => instruction.to_owned(),
-        (true, false) => input.to_owned(),
-        (false, false) => format!("{instruction}\n\n{input}"),
-    }
 }
 
 fn prompt_completion(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
@@ -348,56 +306,4 @@ fn prompt_completion(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
             Err(fault(format!("it has no `{missing}`; its keys are {}", keys_of(row))))
         }
     }
-}
-
-fn preference(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
-    let before = ["prompt", "messages", "conversations"].into_iter().find(|key| row.contains_key(*key));
-    match (before, row.get("chosen")) {
-        (Some("prompt"), Some(Value::String(chosen))) if row["prompt"].is_string() => {
-            Ok(ParsedRow::Pair { prompt: text(row, "prompt")?, completion: chosen.clone() })
-        }
-        (None, Some(Value::String(chosen))) => {
-            let rejected = text(row, "rejected")?;
-            let at = transcript_answer(chosen).unwrap_or_else(|| common_prefix(chosen, &rejected));
-            Ok(ParsedRow::Pair { prompt: chosen[..at].to_owned(), completion: chosen[at..].to_owned() })
-        }
-        (Some(key), Some(Value::Array(_) | Value::Object(_))) => {
-            let chat = match &row[key] {
-                Value::String(prompt) => {
-                    let mut chat = Conversation::default();
-                    chat.push("user", prompt.clone());
-                    chat
-                }
-                _ => Conversation::read(row, key)?,
-            };
-            let answer = Conversation::read(row, "chosen")?;
-            // UltraFeedback's form: the chosen side begins with the prompt itself.
-            let chat = match answer.len_with(&chat) {
-                Some(asked) => answer.trained_from(asked).with_system(row)?,
-                None => chat.with_system(row)?.answered_by(answer),
-            };
-            Ok(chat.into_record(tools_of(row)?))
-        }
-        (None, Some(Value::Array(_))) => {
-            let (chosen, rejected) = (messages_of(row, "chosen")?, messages_of(row, "rejected")?);
-            let shared = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
-            let chat = Conversation::read(row, "chosen")?;
-            Ok(chat.trained_from(shared).with_system(row)?.into_record(tools_of(row)?))
-        }
-        (_, chosen) => Err(fault(format!(
-            "`chosen` is {}; a string or messages, as `{}` is, are needed",
-            chosen.map_or("missing", json_type),
-            before.unwrap_or("rejected")
-        ))),
-    }
-}
-
-/// The byte at which the last answer of a `\n\nHuman: ... \n\nAssistant: ...` transcript begins.
-fn transcript_answer(text: &str) -> Option<usize> {
-    const MARK: &str = "\n\nAssistant:";
-    (text.contains("\n\nHuman:")).then(|| text.rfind(MARK))?.map(|at| at + MARK.len())
-}
-
-fn common_prefix(a: &str, b: &str) -> usize {
-    a.char_indices().zip(b.chars()).find(|((_, x), y)| x != y).map_or(a.len().min(b.len()), |((at, _), _)| at)
 }

@@ -17,6 +17,7 @@
 //! | preference_chosen | its chosen side, as the rows above | the same | the chosen answer |
 //! | text | text + EOS | the same | everything |
 //! | tokens | the tokens unchanged | the same | as its labels and masks mark them |
+//! | preference | an example for each answer, as TRL encodes them | plain texts the same, chats refused | each answer |
 //!
 //! A row that cannot be used is never skipped silently: it is a [`BadRow`] with file, line and
 //! reason, and [`OnBadRow`] decides whether it ends the run.
@@ -34,6 +35,7 @@ pub mod source;
 pub mod template;
 pub mod tokenizer;
 
+mod answer_groups;
 mod arrow_rows;
 mod arrow_values;
 mod child_pool;
@@ -43,7 +45,9 @@ mod conversation;
 mod coverage;
 mod csv_delimiters;
 mod csv_rows;
+mod encode_answers;
 mod encoded;
+mod example;
 mod example_source;
 mod expansion;
 mod figures;
@@ -52,17 +56,21 @@ mod jinja;
 mod json_cut;
 mod json_reader;
 mod json_rows;
+mod labelled_rows;
 mod linear_cost;
 mod listed_tokens;
 mod long_text;
 mod new_tokens;
 mod other_files;
+mod pair_rows;
 mod parquet_rows;
 mod parsed_row;
 mod parsed_tokenizer;
 mod python_json;
 mod raw_rows;
 mod report;
+mod role;
+mod row_fields;
 mod sandbox_limits;
 mod saved_dataset;
 mod selected_rows;
@@ -95,11 +103,13 @@ use std::sync::Arc;
 pub use batch::{Batch, Sample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
+pub use example::EncodedAnswers;
 pub use example_source::ExampleSource;
 pub use figures::{ExampleFigures, Percentiles, TrainedEnd};
-pub use parsed_row::ParsedRow;
+pub use parsed_row::{Answer, AnsweredRow, ParsedRow, Task};
 pub use prompts::{Prompt, PromptEncoder};
 pub use report::DataReport;
+pub use role::Role;
 pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use selected_rows::{hold_out, take, weighted};
 pub use source::{DataFile, Split};
@@ -111,7 +121,7 @@ pub use tokenizer_files::gguf::{GgufTokenizer, GgufVocabulary, VocabularyKind, W
 
 use crate::error::{Error, ErrorCategory};
 use crate::recipe::TrainOn;
-use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
+use crate::recipe::enums::{DataFormat, ObjectiveKind, OnBadRow, OnLongRow};
 pub use finetune_core::IGNORE;
 
 /// Options for encoding rows: the keys of `[data]` about rows, and two properties of the model.
@@ -133,6 +143,11 @@ pub struct DataOptions {
     pub sanitize_control_tokens: bool,
     /// Number of rows of the model's embedding; token ids from it on are refused.
     pub vocab_size: usize,
+    /// The objective, which decides the examples of a row.
+    pub objective: ObjectiveKind,
+    /// The number of labelled answers in a row among which the mismatched answers of KTO go round:
+    /// the size of a micro-batch, as in TRL. `None`: no mismatched answers.
+    pub mismatched_block: Option<usize>,
 }
 
 impl Default for DataOptions {
@@ -146,6 +161,8 @@ impl Default for DataOptions {
             on_long_row: OnLongRow::Truncate,
             sanitize_control_tokens: false,
             vocab_size: usize::MAX,
+            objective: ObjectiveKind::CrossEntropy,
+            mismatched_block: None,
         }
     }
 }

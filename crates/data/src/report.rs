@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::coverage::NoteCounts;
-use super::encode::{EncodedRow, Encoding, Example};
+use super::encode::{EncodedRow, Encoding};
+use super::role::Role;
 use super::{BadRow, Origin, RowFault, RowFaultKind};
 use crate::units;
 
@@ -22,6 +23,8 @@ pub struct DataReport {
     pub examples: usize,
     /// The format of the rows, and the reason for it.
     pub why: String,
+    /// True if a chat template renders the rows of a format.
+    pub rendered: bool,
     /// Further notes for the user.
     pub notes: Vec<String>,
     /// Warnings on the tokenizer and the chat template, for all rows.
@@ -46,6 +49,8 @@ pub struct DataReport {
     pub tokens: u64,
     /// Number of trained tokens.
     pub trained_tokens: u64,
+    /// Number of examples of each [role](super::Role) but the plain one, by its name.
+    pub roles: BTreeMap<String, usize>,
     /// Parts that the template does not print, and keys that nothing reads.
     pub note_counts: NoteCounts,
 }
@@ -69,42 +74,49 @@ impl DataReport {
         }
     }
 
-    /// Counts the result of a row and returns its examples.
-    pub(super) fn add(&mut self, row: EncodedRow, origin: &Origin) -> Vec<Example> {
+    /// Counts the result of a row and returns it.
+    pub(super) fn add(&mut self, row: EncodedRow, origin: &Origin) -> Encoding {
         self.note_counts.add(row.notes, origin);
-        let (examples, was) = match row.encoding {
+        let was = match &row.encoding {
             Encoding::Examples(examples) => {
                 self.chunked += usize::from(examples.len() > 1);
-                let was = examples.iter().map(|example| example.ids.len()).sum();
-                (examples, was)
+                examples.iter().map(|example| example.ids.len()).sum()
             }
-            Encoding::Truncated { example, was, lost_answer } => {
+            Encoding::Truncated { was, lost_answer, .. } => {
                 self.truncated += 1;
-                self.cut_answers += usize::from(lost_answer);
-                (vec![example], was)
+                self.cut_answers += usize::from(*lost_answer);
+                *was
+            }
+            Encoding::Answers(answers) => {
+                self.truncated += usize::from(answers.cut > 0);
+                self.cut_answers += usize::from(answers.cut > 0);
+                answers.was
             }
             Encoding::Dropped { was } => {
                 self.dropped += 1;
-                (Vec::new(), was)
+                *was
             }
             Encoding::CutAway { was } => {
                 self.cut_away += 1;
-                (Vec::new(), was)
+                *was
             }
             Encoding::LeftOut => {
                 self.left_out += 1;
-                return Vec::new();
+                return row.encoding;
             }
         };
         if self.longest.as_ref().is_none_or(|(longest, _)| was > *longest) {
             self.longest = Some((was, origin.clone()));
         }
-        for example in &examples {
+        for example in row.encoding.examples() {
             self.examples += 1;
             self.tokens += example.ids.len() as u64;
             self.trained_tokens += example.num_trained() as u64;
+            if example.role != Role::Plain {
+                *self.roles.entry(example.role.to_string()).or_default() += 1;
+            }
         }
-        examples
+        row.encoding
     }
 }
 
@@ -141,9 +153,14 @@ impl fmt::Display for DataReport {
             writeln!(f, "  {note}")?;
         }
         let share = 100.0 * self.trained_tokens as f64 / (self.tokens as f64).max(1.0);
+        let roles: Vec<String> = self.roles.iter().map(|(role, count)| format!("{count} {role}")).collect();
+        let (roles, what) = match roles.as_slice() {
+            [] => (String::new(), "trained"),
+            roles => (format!(" ({})", roles.join(", ")), "in answers"),
+        };
         write!(
             f,
-            "{}, {}, {} of them trained ({share:.0} %)",
+            "{}{roles}, {}, {} of them {what} ({share:.0} %)",
             units::exact(self.examples, "example"),
             units::counted(self.tokens as usize, "token"),
             units::count(self.trained_tokens)

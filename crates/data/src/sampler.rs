@@ -195,7 +195,7 @@ impl<'a> Sampler<'a> {
 
     fn batch<'b>(&self, units: impl Iterator<Item = &'b Vec<u32>>, first_token: u64) -> Batch {
         let rows = units.flatten();
-        Batch::new(rows.map(|row| self.examples.example(*row as usize)), first_token)
+        Batch::new(rows.map(|row| (*row, self.examples.example(*row as usize))), first_token)
     }
 
     fn global_batch(&self) -> usize {

@@ -3,9 +3,11 @@
 
 use serde_json::{Map, Value};
 
+use super::RowFault;
 use super::format::convert;
+use super::parsed_row::ParsedRow;
 use super::unusable::{MARK, Unusable};
-use crate::recipe::enums::DataFormat;
+use crate::recipe::enums::{DataFormat, ObjectiveRows};
 
 /// Maximum number of recorded paths below one key of a row.
 const MAX_PATHS: usize = 64;
@@ -56,12 +58,15 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
         problems.append(&mut below);
     }
     let row = without_marked_keys(row);
-    let without = convert(&row, DataFormat::Auto);
+    if problems.is_empty() {
+        return Ok(row);
+    }
+    let without = records(&row);
     let mut other = row.clone();
     for one in &problems {
         put_text(one, &mut other);
     }
-    if convert(&other, DataFormat::Auto) == without {
+    if records(&other) == without {
         return Ok(row);
     }
     for one in &problems {
@@ -69,12 +74,17 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
         put_text(one, &mut other);
         // Directly in a row or a message null means a missing value; within a call or a schema it
         // is a value.
-        let is_missing = one.kind.can_be_missing() && without.is_ok() && one.path.len() <= 3;
-        if !is_missing && convert(&other, DataFormat::Auto) != without {
+        let is_missing = one.kind.can_be_missing() && without[0].is_ok() && one.path.len() <= 3;
+        if !is_missing && records(&other) != without {
             return Err(format!("`{}` {}", one.shown(), one.kind.words()));
         }
     }
     Ok(row)
+}
+
+/// The records that objectives of single rows and of pairs make of a row.
+fn records(row: &Map<String, Value>) -> [Result<Option<ParsedRow>, RowFault>; 2] {
+    [ObjectiveRows::Single, ObjectiveRows::Pairs].map(|rows| convert(row, DataFormat::Auto, rows))
 }
 
 /// Puts a text in place of `marked`: if the record then changes, the row requires the value.

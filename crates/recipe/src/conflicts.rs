@@ -10,37 +10,11 @@ use super::Recipe;
 use super::enums::{
     AdapterInit, BaseProducts, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy,
 };
+use super::key_conflict::KeyConflict;
+use super::objective_keys;
 use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 use super::step_interval::StepInterval;
-
-/// A key that conflicts with another.
-pub(super) struct KeyConflict {
-    pub(super) section: &'static str,
-    pub(super) key: &'static str,
-    /// The problem, written after the key's name.
-    pub(super) text: String,
-    /// The fix to write.
-    pub(super) hint: String,
-    /// Section and name of the single key that leaves this one without effect, if there is one.
-    pub(super) overruled_by: Option<(&'static str, &'static str)>,
-}
-
-impl KeyConflict {
-    /// Creates a conflict of a key that no single other key leaves without effect.
-    pub(super) fn new(
-        section: &'static str,
-        key: &'static str,
-        text: impl Into<String>,
-        hint: impl Into<String>,
-    ) -> Self {
-        KeyConflict { section, key, text: text.into(), hint: hint.into(), overruled_by: None }
-    }
-
-    fn overruled_by(self, section: &'static str, key: &'static str) -> Self {
-        KeyConflict { overruled_by: Some((section, key)), ..self }
-    }
-}
 
 /// Returns every conflict in `recipe`.
 pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
@@ -56,6 +30,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     evaluation(recipe, &mut conflicts);
     profile(recipe, &mut conflicts);
     alerts(recipe, &mut conflicts);
+    objective_keys::conflicts(recipe, &mut conflicts);
     conflicts
 }
 
@@ -281,7 +256,8 @@ fn held_out(recipe: &Recipe, conflicts: &mut Vec<KeyConflict>) {
     let Some(size) = recipe.data.eval_split else { return };
     if !recipe.data.eval.is_empty() {
         let text = "has no effect beside `data.eval`";
-        conflicts.push(KeyConflict::new("data", "eval_split", text, "remove one of the two"));
+        let conflict = KeyConflict::new("data", "eval_split", text, "remove one of the two");
+        conflicts.push(conflict.overruled_by("data", "eval"));
     }
     if size >= 1.0 && size.fract() != 0.0 {
         let text = format!("is {size}; accepted: a fraction below 1, or a whole number of rows");

@@ -13,7 +13,8 @@ use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
-use super::conflicts::{KeyConflict, conflicts};
+use super::conflicts::conflicts;
+use super::key_conflict::KeyConflict;
 use super::peers::{
     is_removed, key_of_a_source, other_language, section_of_peers, value_of_key, value_of_peers,
 };

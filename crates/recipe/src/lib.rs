@@ -13,8 +13,10 @@ mod chat_templates;
 mod command_line;
 mod conflicts;
 mod difference;
+mod key_conflict;
 mod layers;
 mod listen_address;
+mod objective_keys;
 mod peers;
 mod render;
 mod row_source;
@@ -34,9 +36,10 @@ pub use command_line::CommandLine;
 pub use difference::RecipeDifference;
 pub use finetune_core::recipe::enums;
 pub use finetune_core::recipe::enums::{
-    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
+    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, FDivergence, LossType,
+    MasterWeights, ModelInit, ObjectiveKind, ObjectiveRows, Offload, OnBadRow, OnLongRow, OnNan,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds,
+    TrainedTurns,
 };
 use finetune_core::{address, error, private_file, program};
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
@@ -216,6 +219,12 @@ impl Recipe {
     /// One error that lists every fault of every layer, each with its location.
     pub fn load(layers: &RecipeLayers) -> Result<Recipe> {
         layers::load(layers)
+    }
+
+    /// Maximum tokens of the examples that stay together: those of a row, or of both answers of a
+    /// pair.
+    pub fn longest_group(&self) -> usize {
+        self.data.longest_row().saturating_mul(self.objective.examples_of_row())
     }
 
     /// Values in the text of a recipe, in the form of [`Recipe::values`]; none if it is no TOML of

@@ -33,6 +33,14 @@ pub(super) const KEYS: &[(&str, &str, &[&str])] = &[
         ],
     ),
     ("data", "chat_template", &["template"]),
+    ("objective", "kind", &["rl", "stage"]),
+    ("objective", "loss_type", &["pref_loss", "dpo_loss_type", "rpo_alpha", "pref_ftx"]),
+    ("objective", "beta", &["rl_beta", "dpo_beta", "pref_beta", "kto_beta", "orpo_alpha", "orpo_beta"]),
+    ("objective", "label_smoothing", &["dpo_label_smoothing"]),
+    ("objective", "ld_alpha", &["pref_ld_alpha"]),
+    ("objective", "use_weighting", &["dpo_use_weighting"]),
+    ("objective", "desirable_weight", &["kto_desirable_weight", "kto_chosen_weight"]),
+    ("objective", "undesirable_weight", &["kto_undesirable_weight", "kto_rejected_weight"]),
     ("train", "epochs", &["num_epochs", "num_train_epochs"]),
     ("train", "max_steps", &["iters"]),
     ("train", "micro_batch_size", &["batch_size", "per_device_train_batch_size"]),
@@ -62,12 +70,15 @@ pub(super) const KEYS: &[(&str, &str, &[&str])] = &[
 
 /// Keys in [`KEYS`] that correspond to one value of the equivalent key, in TOML.
 const KEYS_OF_ONE_VALUE: &[(&str, &str)] = &[
+    ("rpo_alpha", CHOSEN_TOO),
+    ("pref_ftx", CHOSEN_TOO),
     ("saves_per_epoch", "\"epoch\""),
     ("evals_per_epoch", "\"epoch\""),
     ("wandb_project", "[\"python3\", \"integrations/wandb.py\"]"),
     ("mlflow", MLFLOW),
     ("mlflow_experiment", MLFLOW),
 ];
+const CHOSEN_TOO: &str = "[\"sigmoid\", \"sft\"]";
 const MLFLOW: &str = "[\"python3\", \"integrations/mlflow.py\"]";
 
 /// Keys of [`KEYS`] that finetune itself had: the recipe.toml of an older run may hold them.
@@ -116,6 +127,16 @@ const VALUES: &[(&str, &[&str], &str)] = &[
     ("data.train_on", &["inputs"], "write `train_on = \"all\"`"),
     ("data.format", &["chat_template", "chat", "chatml", "openai"], "write `format = \"messages\"`"),
     ("data.format", &["completion"], "write `format = \"text\"` for plain text, or \"prompt_completion\""),
+    ("objective.kind", &["sft", "pt", "causal_lm"], "write `kind = \"cross_entropy\"`"),
+    ("objective.kind", &["rm", "reward", "reward_model"], "not available: finetune trains no reward models"),
+    ("objective.kind", &["ipo"], "write `kind = \"dpo\"` and `loss_type = [\"ipo\"]`"),
+    (
+        "objective.kind",
+        &["ppo", "grpo", "gdpo", "rloo", "ebft"],
+        "not available: no answers of the model are trained",
+    ),
+    ("objective.loss_type", &["orpo"], "write `kind = \"orpo\"` and no `loss_type`"),
+    ("objective.loss_type", &["kto_pair"], "write `kind = \"kto\"`, which takes pairs, and no `loss_type`"),
     ("train.recompute", &["true", "unsloth", "full"], "write `recompute = \"block\"`"),
     ("train.recompute", &["false"], "write `recompute = \"none\"`"),
     ("optimizer.kind", &["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit"], EIGHT_BIT_STATE),

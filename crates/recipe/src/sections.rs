@@ -5,8 +5,8 @@
 use super::command_line::CommandLine;
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, BaseProducts, ComputeDtype, DataFormat, Dtype,
-    MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind,
-    Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    FDivergence, LossType, MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 use super::listen_address::ListenAddress;
 use super::row_source::RowSource;
@@ -139,7 +139,41 @@ section! {
     /// Objective of the training.
     pub struct ObjectiveSection "objective" {
         /// Loss that is minimized; cross_entropy: that of the tokens that `data.train_on` selects.
+        /// The others learn from rows with chosen and rejected answers, or (kto) labelled answers.
         kind: ObjectiveKind = ObjectiveKind::CrossEntropy;
+        /// Losses of dpo, kto or cpo; several of dpo add up. Default: "sigmoid", for kto "kto".
+        loss_type: Option<Vec<LossType>> = None;
+        /// Factor of each loss in `loss_type`; default: 1 each.
+        loss_weights: Option<Vec<f64>> = None, AtLeast(0.0);
+        /// Strength of the preference: with a reference, a higher value keeps the model nearer to
+        /// it; of orpo, the factor of the odds ratio.
+        beta: f64 = 0.1, Above(0.0);
+        /// Rate at which the two answers of a pair are assumed to be exchanged; for the losses
+        /// "robust", "exo_pair", "aot" and "aot_unpaired" of dpo, and "sigmoid" of cpo and simpo.
+        label_smoothing: f64 = 0.0, FromToBelow(0.0, 0.5);
+        /// Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO,
+        /// arXiv:2409.06411); not set: 1.
+        ld_alpha: Option<f64> = None, Between(0.0, 1.0);
+        /// Divergence from the reference that dpo limits (arXiv:2309.16240).
+        f_divergence_type: FDivergence = FDivergence::ReverseKl;
+        /// Exponent of "alpha_divergence".
+        f_alpha_divergence_coef: f64 = 0.5, Above(0.0);
+        /// Weigh each pair of dpo by the model's own probability of its answers (WPO,
+        /// arXiv:2406.11827).
+        use_weighting: bool = false;
+        /// Temperature of the blend in "discopop".
+        discopop_tau: f64 = 0.05, Above(0.0);
+        /// Compute the reference's log-probabilities of all rows before the first step, and keep no
+        /// reference model in memory during training.
+        precompute_ref_log_probs: bool = false;
+        /// Weight of the good answers of kto.
+        desirable_weight: f64 = 1.0, AtLeast(0.0);
+        /// Weight of the bad answers of kto.
+        undesirable_weight: f64 = 1.0, AtLeast(0.0);
+        /// Weight of the cross-entropy of the chosen answers in cpo.
+        cpo_alpha: f64 = 1.0, AtLeast(0.0);
+        /// Margin between the two answers of a pair that simpo trains for.
+        simpo_gamma: f64 = 0.5, AtLeast(0.0);
     }
 }
 

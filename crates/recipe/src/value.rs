@@ -10,8 +10,9 @@ use toml::Value;
 
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, BaseProducts, ComputeDtype, DataFormat, Dtype,
-    MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind,
-    Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
+    FDivergence, LossType, MasterWeights, ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds,
+    TrainedTurns,
 };
 
 /// Reason for refusing a value.
@@ -186,6 +187,24 @@ impl Setting for Vec<String> {
 
     fn write(&self) -> Option<Value> {
         Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
+    }
+}
+
+impl Setting for Vec<f64> {
+    fn accepted() -> String {
+        "a list of numbers".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        read_list(value.as_array().ok_or(ValueRefusal::Shape)?, folder)
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.clone()
     }
 }
 
@@ -378,32 +397,40 @@ fn is_pattern_sign(character: char) -> bool {
     r".\*+?()[]{}|^$".contains(character)
 }
 
-impl Setting for Vec<AlertRule> {
-    fn accepted() -> String {
-        let quoted: Vec<String> = AlertRule::NAMES.iter().map(|name| format!("{name:?}")).collect();
-        format!("a list of {}", quoted.join(", "))
-    }
+/// Implements [`Setting`] for lists of texts from a closed list.
+macro_rules! lists_of_choices_are_settings {
+    ($($type:ident),* $(,)?) => {$(
+        impl Setting for Vec<$type> {
+            fn accepted() -> String {
+                let quoted: Vec<String> = $type::NAMES.iter().map(|name| format!("{name:?}")).collect();
+                format!("a list of {}", quoted.join(", "))
+            }
 
-    /// Accepts one text as a list of one, so that `--set alerts.rules=stall` works.
-    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
-        let list = match value {
-            Value::Array(list) => list.as_slice(),
-            Value::String(text) if text.is_empty() => return Err(ValueRefusal::Empty),
-            one => std::slice::from_ref(one),
-        };
-        let rule =
-            |entry: &Value| entry.as_str().and_then(|text| text.parse().ok()).ok_or(ValueRefusal::Shape);
-        list.iter().map(rule).collect()
-    }
+            /// Accepts one text as a list of one, so that `--set alerts.rules=stall` works.
+            fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+                let list = match value {
+                    Value::Array(list) => list.as_slice(),
+                    Value::String(text) if text.is_empty() => return Err(ValueRefusal::Empty),
+                    one => std::slice::from_ref(one),
+                };
+                let choice = |entry: &Value| {
+                    entry.as_str().and_then(|text| text.parse().ok()).ok_or(ValueRefusal::Shape)
+                };
+                list.iter().map(choice).collect()
+            }
 
-    fn write(&self) -> Option<Value> {
-        Some(Value::Array(self.iter().map(|rule| Value::String(rule.as_str().to_owned())).collect()))
-    }
+            fn write(&self) -> Option<Value> {
+                let text = |choice: &$type| Value::String(choice.as_str().to_owned());
+                Some(Value::Array(self.iter().map(text).collect()))
+            }
 
-    fn choices() -> Vec<&'static str> {
-        AlertRule::NAMES.to_vec()
-    }
+            fn choices() -> Vec<&'static str> {
+                $type::NAMES.to_vec()
+            }
+        }
+    )*};
 }
+lists_of_choices_are_settings!(AlertRule, LossType);
 
 /// Implements [`Setting`] for the closed lists of texts.
 macro_rules! choices_are_settings {
@@ -444,6 +471,7 @@ choices_are_settings!(
     OnBadRow,
     OnLongRow,
     ObjectiveKind,
+    FDivergence,
     OnNan,
     Recompute,
     BaseProducts,

@@ -196,7 +196,12 @@ impl Card {
                 }
             }
         };
-        text += &row("loss (nats per token)", &|r| Some(format!("{:.4}", r.eval_loss)));
+        let is_preference = self.after.as_ref().is_some_and(|after| !after.eval_objective.is_empty());
+        let name = if is_preference { "loss" } else { "loss (nats per token)" };
+        text += &row(name, &|r| Some(format!("{:.4}", r.eval_loss)));
+        for metric in ["rewards/accuracies", "rewards/margins"] {
+            text += &row(metric, &|r| r.eval_objective.get(metric).map(|mean| format!("{mean:.4}")));
+        }
         text += &row("perplexity", &|r| Some(format!("{:.4}", r.eval_perplexity)).filter(|t| t.len() < 16));
         text += &row("token accuracy", &|r| r.eval_token_accuracy.map(|v| format!("{:.1} %", 100.0 * v)));
         text += &row("exact match", &|r| r.eval_exact_match.map(|v| format!("{:.1} %", 100.0 * v)));

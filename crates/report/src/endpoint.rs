@@ -49,7 +49,7 @@ const fn counter(name: &'static str, help: &'static str) -> FamilySpec {
 }
 
 /// All figures of the page.
-pub const FAMILIES: [FamilySpec; 29] = [
+pub const FAMILIES: [FamilySpec; 30] = [
     gauge(
         "finetune_run_info",
         &["run", "model", "version"],
@@ -95,6 +95,11 @@ pub const FAMILIES: [FamilySpec; 29] = [
     gauge("finetune_eval_tokens", &[], "`eval_tokens`"),
     gauge("finetune_eval_token_accuracy_ratio", &[], "`eval_token_accuracy`"),
     gauge("finetune_eval_exact_match_ratio", &[], "`eval_exact_match`"),
+    gauge(
+        "finetune_eval_objective",
+        &["metric"],
+        "`eval_objective`, by `metric`; of objectives with metrics of their own",
+    ),
 ];
 
 /// The labels that identify a run.
@@ -264,12 +269,16 @@ impl RunFigures {
             eval_tokens,
             eval_token_accuracy,
             eval_exact_match,
+            eval_objective,
             // Texts are no figures.
             eval_samples: _,
         } = report;
         self.set("finetune_eval_step", *step as f64)?;
         self.set("finetune_eval_loss_nats", *eval_loss)?;
-        self.set("finetune_eval_perplexity", *eval_perplexity)?;
+        self.set_if("finetune_eval_perplexity", Some(*eval_perplexity).filter(|value| value.is_finite()))?;
+        for (name, value) in eval_objective {
+            self.set_of("finetune_eval_objective", &[name], *value)?;
+        }
         self.set("finetune_eval_tokens", *eval_tokens as f64)?;
         self.set_if("finetune_eval_token_accuracy_ratio", *eval_token_accuracy)?;
         self.set_if("finetune_eval_exact_match_ratio", *eval_exact_match)
@@ -397,6 +406,7 @@ mod tests {
         let eval = EvalReport {
             eval_token_accuracy: Some(0.5),
             eval_exact_match: Some(0.0),
+            eval_objective: BTreeMap::from([("rewards/margins".to_owned(), 0.25)]),
             ..EvalReport::new(5, 2.5, 9)
         };
         figures.eval(&eval).unwrap();

@@ -29,7 +29,8 @@ pub struct StepReport {
     /// Epochs done so far, a fraction inside an epoch.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub epoch: f64,
-    /// Mean cross-entropy, in nats, over the trained labels of the step.
+    /// Mean loss of the step: cross-entropy, in nats, over its trained labels, or the mean of
+    /// another objective.
     pub loss: f64,
     /// The learning rate used in this update.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
@@ -80,8 +81,8 @@ pub struct StepReport {
     /// The same including recomputed operations.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
-    /// Metrics of the objective by name, each divided by the loss's divisor, and of experts;
-    /// cross-entropy without experts has none.
+    /// Mean metrics of the objective by name, and of experts; cross-entropy without experts has
+    /// none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub objective: BTreeMap<String, f64>,
     /// The load of each expert relative to the mean, over all layers of the step: 1 is balanced;
@@ -142,9 +143,10 @@ impl StepReport {
 pub struct EvalReport {
     /// Optimizer steps done before the evaluation; 0 is the model before training.
     pub step: u64,
-    /// Mean cross-entropy, in nats, over the trained labels.
+    /// Mean cross-entropy, in nats, over the trained labels, or the mean of another objective.
     pub eval_loss: f64,
-    /// Perplexity of the held-out rows: `exp(eval_loss)`.
+    /// Perplexity of the held-out rows: `exp(eval_loss)`; absent for an objective with metrics of
+    /// its own.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub eval_perplexity: f64,
     /// Number of trained labels.
@@ -155,6 +157,9 @@ pub struct EvalReport {
     /// Share of rows whose greedy answer equals the expected one, 0 to 1.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_exact_match: Option<f64>,
+    /// Mean metrics of the objective by name; cross-entropy has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub eval_objective: BTreeMap<String, f64>,
     /// The model's answers to held-out rows, if the recipe sets `eval.samples`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval_samples: Vec<HeldOutAnswer>,
@@ -183,6 +188,7 @@ impl EvalReport {
             eval_tokens,
             eval_token_accuracy: None,
             eval_exact_match: None,
+            eval_objective: BTreeMap::new(),
             eval_samples: Vec::new(),
         }
     }

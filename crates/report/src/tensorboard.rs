@@ -112,7 +112,13 @@ impl RunListener for EventWriter {
     }
 
     fn eval(&mut self, report: &EvalReport) -> Result<()> {
-        let mut values = vec![("eval/loss", report.eval_loss), ("eval/perplexity", report.eval_perplexity)];
+        let own: Vec<(String, f64)> =
+            report.eval_objective.iter().map(|(name, value)| (format!("eval/{name}"), *value)).collect();
+        let mut values = vec![("eval/loss", report.eval_loss)];
+        if report.eval_perplexity.is_finite() {
+            values.push(("eval/perplexity", report.eval_perplexity));
+        }
+        values.extend(own.iter().map(|(name, value)| (name.as_str(), *value)));
         values.extend(report.eval_token_accuracy.map(|v| ("eval/token_accuracy", v)));
         values.extend(report.eval_exact_match.map(|v| ("eval/exact_match", v)));
         self.scalars(report.step, &values)

@@ -132,7 +132,10 @@ fn pairs_of_answers_are_refused_until_a_side_is_named() {
     assert!(refused.contains("cannot train on the preference rows of"), "{refused}");
     assert!(refused.contains("pairs.jsonl"), "{refused}");
     assert!(refused.contains("`objective.kind` is \"cross_entropy\""), "{refused}");
-    assert!(refused.contains("write `data.format = \"preference_chosen\"`"), "{refused}");
+    assert!(
+        refused.contains("or `data.format = \"preference_chosen\"` to train the chosen answers alone"),
+        "{refused}"
+    );
     for named in ["data.format=preference", "data.format=auto"] {
         let refused = dir.refused(&[&args[..], &["--set", named]].concat());
         assert!(refused.contains("preference rows"), "{named}: {refused}");

@@ -3,6 +3,7 @@
 mod chat_forms;
 mod chats;
 mod files;
+mod preference;
 mod sources;
 mod templates;
 mod tokenizer_dropout;

@@ -140,7 +140,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `lorra`
       caused by: no such file
       caused by: unknown built-in recipe `lorra`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(refused(&dir, &["--recipe", "mine/my.toml"]), @"
@@ -148,7 +148,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `mine/my.toml`
       caused by: no such file
       caused by: unknown built-in recipe `mine/my`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: `finetune recipes` lists the built-in recipes and their purposes
     ");
 }

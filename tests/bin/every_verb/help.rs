@@ -335,6 +335,7 @@ fn help_of_every_verb() {
     Examples:
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
       finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all
+      finetune data --model Qwen/Qwen2.5-0.5B --dataset pairs.jsonl --set objective.kind=dpo
     ");
     assert_snapshot!(told(&["recipes", "--help"]), @"
     exit 0
@@ -619,6 +620,11 @@ fn recipes_listed_and_shown() {
     qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.
     dora                  DoRA: an adapter that learns the direction and the magnitude of each row separately.
     full                  Full fine-tuning: every weight of the model is trained.
+    dpo                   DPO: the model learns to prefer the chosen answer of each pair to the rejected one.
+    kto                   KTO: the model learns from single answers, each of which is labelled good or bad.
+    orpo                  ORPO: fine-tuning and preference in one run, without a reference model.
+    cpo                   CPO: chosen answers against rejected ones, with the cross-entropy of the chosen ones.
+    simpo                 SimPO: chosen answers against rejected ones by their log-probability per token.
     ddp-lora              LoRA on several ranks, each with a whole copy of the base: the fastest way when the base fits.
     fsdp-full             Full fine-tuning sharded over ranks: weights, gradients and optimizer states, a part on each.
     fsdp-qlora            QLoRA with the 4-bit base sharded over ranks: large models on several small devices.
@@ -764,8 +770,56 @@ fn recipes_listed_and_shown() {
     # Objective of the training.
     [objective]
     # Loss that is minimized; cross_entropy: that of the tokens that `data.train_on` selects.
-    # Accepted: "cross_entropy".
+    # The others learn from rows with chosen and rejected answers, or (kto) labelled answers.
+    # Accepted: "cross_entropy", "dpo", "kto", "orpo", "cpo", "simpo".
     kind = "cross_entropy"
+    # Losses of dpo, kto or cpo; several of dpo add up. Default: "sigmoid", for kto "kto".
+    # Accepted: a list of "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "kto", "apo_zero_unpaired", "simpo".
+    # loss_type =
+    # Factor of each loss in `loss_type`; default: 1 each.
+    # Accepted: a list of numbers, at least 0.
+    # loss_weights =
+    # Strength of the preference: with a reference, a higher value keeps the model nearer to
+    # it; of orpo, the factor of the odds ratio.
+    # Accepted: a number above 0.
+    beta = 0.1
+    # Rate at which the two answers of a pair are assumed to be exchanged; for the losses
+    # "robust", "exo_pair", "aot" and "aot_unpaired" of dpo, and "sigmoid" of cpo and simpo.
+    # Accepted: a number from 0 to below 0.5.
+    label_smoothing = 0.0
+    # Weight of the tokens of the longer answer beyond the length of the shorter one (LD-DPO,
+    # arXiv:2409.06411); not set: 1.
+    # Accepted: a number from 0 to 1.
+    # ld_alpha =
+    # Divergence from the reference that dpo limits (arXiv:2309.16240).
+    # Accepted: "reverse_kl", "forward_kl", "js_divergence", "alpha_divergence".
+    f_divergence_type = "reverse_kl"
+    # Exponent of "alpha_divergence".
+    # Accepted: a number above 0.
+    f_alpha_divergence_coef = 0.5
+    # Weigh each pair of dpo by the model's own probability of its answers (WPO,
+    # arXiv:2406.11827).
+    # Accepted: true, false.
+    use_weighting = false
+    # Temperature of the blend in "discopop".
+    # Accepted: a number above 0.
+    discopop_tau = 0.05
+    # Compute the reference's log-probabilities of all rows before the first step, and keep no
+    # reference model in memory during training.
+    # Accepted: true, false.
+    precompute_ref_log_probs = false
+    # Weight of the good answers of kto.
+    # Accepted: a number, at least 0.
+    desirable_weight = 1.0
+    # Weight of the bad answers of kto.
+    # Accepted: a number, at least 0.
+    undesirable_weight = 1.0
+    # Weight of the cross-entropy of the chosen answers in cpo.
+    # Accepted: a number, at least 0.
+    cpo_alpha = 1.0
+    # Margin between the two answers of a pair that simpo trains for.
+    # Accepted: a number, at least 0.
+    simpo_gamma = 0.5
 
     # Length of the training and batch sizes.
     [train]
@@ -1001,7 +1055,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: unknown built-in recipe `flul`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, dpo, kto, orpo, cpo, simpo, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
     ");
 }

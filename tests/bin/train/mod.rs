@@ -11,6 +11,8 @@ mod held_out_answers;
 mod log_command;
 mod monitoring;
 mod older_checkpoint;
+mod preference;
+mod preference_recipes;
 mod qlora;
 mod recipes_learn;
 mod report_page;

@@ -6,6 +6,7 @@ mod encoding;
 mod golden_batches;
 mod golden_chat;
 mod jinja;
+mod preference;
 mod ranks;
 mod sampling;
 #[allow(clippy::print_stderr, reason = "a skipped check prints its reason")]

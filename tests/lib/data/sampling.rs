@@ -7,7 +7,8 @@ use proptest::prelude::*;
 
 use finetune::data::source::{DataFile, RawRow};
 use finetune::data::{
-    Cursor, DataOptions, Dataset, Example, ExampleSource, Origin, RowOrigin, Sampler, SamplerOptions, Step,
+    Cursor, DataOptions, Dataset, Example, ExampleSource, Origin, Role, RowOrigin, Sampler, SamplerOptions,
+    Step,
 };
 
 use super::tokenizer;
@@ -271,6 +272,7 @@ impl Grouped {
             trained: vec![true; len],
             origin: Origin { file: std::path::Path::new("x").into(), row: RowOrigin::Line(index as u64) },
             group,
+            role: Role::Plain,
         };
         Grouped(rows.iter().enumerate().map(example).collect())
     }

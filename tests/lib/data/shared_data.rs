@@ -1,7 +1,7 @@
 //! Every file of the shared data, if present (`FINETUNE_SHARED`, or a folder `shared` beside the
 //! project).
 
-use finetune::recipe::enums::DataFormat;
+use finetune::recipe::enums::{DataFormat, ObjectiveKind};
 use std::path::{Path, PathBuf};
 
 use finetune::data::{ChatTemplate, DataOptions, Dataset, Tokenizer};
@@ -69,6 +69,35 @@ fn every_file_loads() {
     }
     let data = load(shared.join("data/tinyshakespeare.txt"), &tokenizer, &template);
     assert_eq!((data.report().rows, data.len()), (1, 1));
+}
+
+/// Every file with preferences, as pairs and as labelled answers.
+#[test]
+fn preferences_load_for_every_objective() {
+    let Some(shared) = shared() else { return };
+    let tokenizer = tokenizer("tiny-qwen3");
+    let template = template(&tokenizer);
+    let pairs = [ObjectiveKind::Dpo, ObjectiveKind::Orpo, ObjectiveKind::Kto];
+    let files = [
+        ("dpo_hh_clean.jsonl", 277, &pairs[..], 2),
+        ("dpo_sharegpt.jsonl", 110, &pairs, 2),
+        ("kto_messages.jsonl", 120, &pairs[2..], 1),
+    ];
+    for (file, rows, objectives, answers) in files {
+        for objective in objectives {
+            let options = DataOptions {
+                max_seq_len: 1 << 20,
+                vocab_size: tokenizer.vocab_size(),
+                objective: *objective,
+                ..DataOptions::default()
+            };
+            let path = shared.join("data").join(file);
+            let data = Dataset::load(&[path], &options, &tokenizer, Some(&template)).unwrap();
+            assert_eq!((data.report().rows, data.report().num_bad()), (rows, 0), "{file} {objective}");
+            assert_eq!(data.len(), rows * answers, "{file} {objective}");
+            assert_eq!(data.report().longest.as_ref().map(|(tokens, _)| *tokens > 100), Some(true));
+        }
+    }
 }
 
 /// Real models: chats without tags, by prefix difference; templates without BOS.

@@ -1,6 +1,6 @@
 //! Files of every kind to rows, and rows of every format to records.
 
-use finetune::recipe::enums::DataFormat;
+use finetune::recipe::enums::{DataFormat, ObjectiveRows};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use serde_json::{Value, json};
 
-use finetune::data::format::{convert, detect};
+use finetune::data::format::{convert, detect as detect_for};
 use finetune::data::source::{DataFile, RawRow, read};
-use finetune::data::{Origin, ParsedRow, RowOrigin, Split};
+use finetune::data::{Origin, ParsedRow, RowOrigin, Split, Task};
 
 use super::folder;
 
@@ -247,8 +247,12 @@ fn formats_are_recognised() {
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
 }
 
+fn detect(rows: &[RawRow]) -> finetune::error::Result<(DataFormat, String)> {
+    detect_for(rows, ObjectiveRows::Single)
+}
+
 fn record(row: Value, format: DataFormat) -> Result<Option<ParsedRow>, String> {
-    convert(row.as_object().unwrap(), format).map_err(|fault| fault.why)
+    convert(row.as_object().unwrap(), format, ObjectiveRows::Single).map_err(|fault| fault.why)
 }
 
 fn messages(row: Value, format: DataFormat) -> (Vec<Value>, Option<Value>) {
@@ -314,9 +318,7 @@ fn parts_and_calls_become_regular() {
 #[test]
 fn other_formats_become_records() {
     let task = |input: &str| ParsedRow::Task {
-        system: None,
-        instruction: "a".into(),
-        input: input.into(),
+        task: Task { system: None, instruction: "a".into(), input: input.into() },
         output: "b".into(),
     };
     let pair = |prompt: &str, completion: &str| ParsedRow::Pair {
@@ -332,7 +334,8 @@ fn other_formats_become_records() {
         (json!({"prompt": "a", "canonical_solution": "b"}), DataFormat::PromptCompletion, pair("a", "b")),
         (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), DataFormat::Preference, pair("a", "b")),
         (
-            json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": "e"}),
+            json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e"}),
             DataFormat::Preference,
             pair("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d"),
         ),

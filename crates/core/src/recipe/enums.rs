@@ -173,6 +173,103 @@ choices! {
     pub enum ObjectiveKind {
         /// Cross-entropy of the trained tokens.
         CrossEntropy = "cross_entropy",
+        /// Direct preference optimization: pairs against a reference (arXiv:2305.18290).
+        Dpo = "dpo",
+        /// Kahneman-Tversky optimization: single answers, good or bad (arXiv:2402.01306).
+        Kto = "kto",
+        /// Odds-ratio preference optimization: pairs, without a reference (arXiv:2403.07691).
+        Orpo = "orpo",
+        /// Contrastive preference optimization: pairs, without a reference (arXiv:2401.08417).
+        Cpo = "cpo",
+        /// Simple preference optimization: pairs by mean log-probability (arXiv:2405.14734).
+        Simpo = "simpo",
+    }
+}
+
+/// The rows that an objective reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ObjectiveRows {
+    /// Rows with one text or chat.
+    Single,
+    /// Rows with a chosen and a rejected answer.
+    Pairs,
+    /// Rows with an answer and its label, or pairs, of which each makes two.
+    Labelled,
+}
+
+impl ObjectiveKind {
+    /// The rows that it reads.
+    pub fn rows(self) -> ObjectiveRows {
+        match self {
+            ObjectiveKind::CrossEntropy => ObjectiveRows::Single,
+            ObjectiveKind::Kto => ObjectiveRows::Labelled,
+            ObjectiveKind::Dpo | ObjectiveKind::Orpo | ObjectiveKind::Cpo | ObjectiveKind::Simpo => {
+                ObjectiveRows::Pairs
+            }
+        }
+    }
+
+    /// True if TRL encodes its rows as CPO's: special tokens come from the trainer, and each answer
+    /// has its own prompt.
+    pub fn is_cpo_like(self) -> bool {
+        matches!(self, ObjectiveKind::Orpo | ObjectiveKind::Cpo | ObjectiveKind::Simpo)
+    }
+}
+
+choices! {
+    /// Loss of a preference objective, named as in TRL.
+    pub enum LossType {
+        /// Negative log-sigmoid of the scaled difference of the two answers.
+        Sigmoid = "sigmoid",
+        /// Hinge of the scaled difference (arXiv:2305.10425).
+        Hinge = "hinge",
+        /// Squared distance of the difference per token from 1 / (2 beta) (arXiv:2310.12036).
+        Ipo = "ipo",
+        /// `sigmoid` of the difference per token.
+        SigmoidNorm = "sigmoid_norm",
+        /// `sigmoid` without the bias of labels that are wrong at the rate `label_smoothing`
+        /// (arXiv:2403.00409).
+        Robust = "robust",
+        /// Reverse divergence from the smoothed label (arXiv:2402.00856).
+        ExoPair = "exo_pair",
+        /// Noise-contrastive alignment (arXiv:2402.05369).
+        NcaPair = "nca_pair",
+        /// Binary classification of each answer (arXiv:2404.04656).
+        BcoPair = "bco_pair",
+        /// Self-play preference optimization with hard labels (arXiv:2405.00675).
+        SppoHard = "sppo_hard",
+        /// Optimal transport between sorted margins of a micro-batch (arXiv:2406.05882).
+        Aot = "aot",
+        /// The same between sorted answers of a micro-batch.
+        AotUnpaired = "aot_unpaired",
+        /// Anchored: chosen up, rejected down (arXiv:2408.06266).
+        ApoZero = "apo_zero",
+        /// Anchored: both down, rejected more (arXiv:2408.06266).
+        ApoDown = "apo_down",
+        /// Discovered loss: `sigmoid` blended with an exponential (arXiv:2406.08414).
+        Discopop = "discopop",
+        /// Cross-entropy of the chosen answers.
+        Sft = "sft",
+        /// The loss of KTO.
+        Kto = "kto",
+        /// `apo_zero` of single answers, without an estimate of the divergence.
+        ApoZeroUnpaired = "apo_zero_unpaired",
+        /// The loss of SimPO.
+        Simpo = "simpo",
+    }
+}
+
+choices! {
+    /// Divergence between the trained model and its reference.
+    pub enum FDivergence {
+        /// Reverse Kullback-Leibler divergence.
+        ReverseKl = "reverse_kl",
+        /// Forward Kullback-Leibler divergence.
+        ForwardKl = "forward_kl",
+        /// The Jensen-Shannon divergence.
+        JsDivergence = "js_divergence",
+        /// Alpha divergence of `f_alpha_divergence_coef`.
+        AlphaDivergence = "alpha_divergence",
     }
 }
 

@@ -89,7 +89,8 @@ impl Engine {
             }
             Ok(())
         })?;
-        let scores = self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On)?;
+        let scores =
+            self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On, None)?;
         let head = scores.iter().any(|score| !score.loss.is_finite());
         Ok(layer_name.or(head.then(|| "lm_head".to_owned())))
     }

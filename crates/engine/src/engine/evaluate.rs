@@ -1,79 +1,78 @@
-//! Held-out loss, token accuracy and exact match.
+//! Held-out loss, and token accuracy and exact match or the objective's own metrics.
 
 use super::Engine;
+use super::reference::part_with_loss;
 use crate::data::Batch;
+use crate::data::batch::local_micro_batches;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::AdapterSwitch;
-use crate::ops::cross_entropy::IGNORE;
+use crate::objectives::{Evaluation, Objective, ObjectiveInput, StepTotals};
 use crate::runtime::thread_pool;
 
-/// Sums over evaluated rows.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Evaluation {
-    /// Σ −log p(target).
-    pub loss_sum: f64,
-    /// Number of targets.
-    pub tokens: u64,
-    /// Number of targets that had the largest logit.
-    pub correct: u64,
-    /// Number of rows with at least one target.
-    pub rows: u64,
-    /// Rows in which every target had the largest logit: greedy decoding gives exactly these
-    /// tokens.
-    pub exact: u64,
-}
-
-impl Evaluation {
-    /// Mean loss per target, in nats.
-    pub fn loss(&self) -> f64 {
-        self.loss_sum / self.tokens.max(1) as f64
-    }
-    /// The perplexity, e^loss.
-    pub fn perplexity(&self) -> f64 {
-        self.loss().exp()
-    }
-    /// Share of targets predicted, 0 to 1.
-    pub fn token_accuracy(&self) -> f64 {
-        self.correct as f64 / self.tokens.max(1) as f64
-    }
-    /// Share of rows predicted in full, 0 to 1.
-    pub fn exact_match(&self) -> f64 {
-        self.exact as f64 / self.rows.max(1) as f64
-    }
-}
-
 impl Engine {
-    /// Evaluates every batch, one per data rank at a time. Calls `seen` after each such round with
-    /// the number of rows done so far. All ranks call it with the same batches.
+    /// Evaluates every batch, one per data rank at a time. `reference` returns the log-probability
+    /// of each sample of a batch under the objective's reference, if it has one; all ranks call it
+    /// together. Calls `seen` after each such round with the number of rows done so far. All ranks
+    /// call it with the same batches.
     ///
     /// # Errors
     /// [`ErrorCategory::Diverged`] if the loss of any rank is not finite: the same error on every
     /// rank. A peer failed.
     pub fn evaluate(
         &self,
-        batches: impl Iterator<Item = Batch>,
+        objective: &dyn Objective,
+        batches: &[Batch],
+        reference: impl Fn(&Batch) -> Result<Option<Vec<f64>>>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
-        let (mut sums, mut rows) = (Evaluation::default(), 0);
         let mesh = self.store.mesh();
-        let mut batches = batches.into_iter();
-        while let Some(first) = batches.next() {
-            let round: Vec<Batch> =
-                std::iter::once(first).chain(batches.by_ref()).take(mesh.data_size()).collect();
-            // A rank without a batch computes one without targets, because all ranks gather weights
-            // together.
-            match round.get(mesh.data_rank()) {
-                Some(mine) => self.add_scores(mine, &mut sums)?,
-                None => self.add_scores(&round[0].without_targets(), &mut sums)?,
-            }
+        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
+        let totals = self.with_drift(StepTotals::of(batches), objective, &own, &reference)?;
+        let (mut sums, mut rows) = (Evaluation::default(), 0);
+        self.in_rounds(batches, |round, mine| {
+            let mine = part_with_loss(objective, mine);
+            let reference = reference(&mine)?;
+            let work = || self.evaluate_batch(objective, &mine, reference.as_deref(), totals);
+            sums.add(thread_pool::run_in_pool(&self.device, work)?)?;
             // All ranks search for the cause together, because that gathers weights again.
             if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {
-                return Err(self.evaluation_diverged(&round, rank, rows)?);
+                return Err(self.evaluation_diverged(round, rank, rows)?);
             }
             rows += round.iter().map(|batch| batch.num_samples as u64).sum::<u64>();
             seen(rows);
-        }
-        self.over_ranks(sums)
+            Ok(())
+        })?;
+        let mut values = sums.values();
+        self.store.sum("losses of the evaluation", &mut values)?;
+        sums.set(&values);
+        sums.metrics.extend(objective.derived(&sums.metrics));
+        Ok(Evaluation { divisor: objective.denominator(&totals), ..sums })
+    }
+
+    /// Calls `work` with each round of batches, one for each data rank, and the batch of this rank:
+    /// one without targets if the last round has none for it, because all ranks gather weights
+    /// together.
+    pub(super) fn in_rounds(
+        &self,
+        batches: &[Batch],
+        mut work: impl FnMut(&[Batch], &Batch) -> Result<()>,
+    ) -> Result<()> {
+        let mesh = self.store.mesh();
+        let own = local_micro_batches(batches, mesh.data_rank(), mesh.data_size());
+        batches.chunks(mesh.data_size()).zip(&own).try_for_each(|(round, mine)| work(round, mine))
+    }
+
+    fn evaluate_batch(
+        &self,
+        objective: &dyn Objective,
+        batch: &Batch,
+        reference: Option<&[f64]>,
+        totals: StepTotals,
+    ) -> Result<Evaluation> {
+        let (config, hidden) = (&self.config, &self.hidden(batch, AdapterSwitch::On)?);
+        let input = ObjectiveInput { config, hidden, batch, scale: 1.0, totals, reference, dropout: None };
+        let head = self.store.head()?;
+        objective.evaluate(&head, input)
     }
 
     /// Returns the error for a loss of `rank` that is not finite, in `round`, which comes after
@@ -93,32 +92,5 @@ impl Engine {
         Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
             .because(format!("the loss of {which}{on_rank} is NaN or infinite"))
             .because(format!("the first bad value is in {location}")))
-    }
-
-    fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {
-        let counts = [sums.tokens, sums.correct, sums.rows, sums.exact].map(|count| count as f64);
-        let mut all = [sums.loss_sum, counts[0], counts[1], counts[2], counts[3]];
-        self.store.sum("losses of the evaluation", &mut all)?;
-        let [tokens, correct, rows, exact] = [all[1], all[2], all[3], all[4]].map(|count| count as u64);
-        Ok(Evaluation { loss_sum: all[0], tokens, correct, rows, exact })
-    }
-
-    fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
-        let score = || self.score(batch, AdapterSwitch::On);
-        let mut scores = thread_pool::run_in_pool(&self.device, score)?.into_iter();
-        for segment in &batch.samples {
-            let targets = &batch.targets[segment.start..segment.start + segment.len];
-            let count = targets.iter().filter(|&&target| target != IGNORE).count();
-            let mut exact = count > 0;
-            for score in scores.by_ref().take(count) {
-                sums.loss_sum += f64::from(score.loss);
-                sums.correct += u64::from(score.correct);
-                exact &= score.correct;
-            }
-            sums.tokens += count as u64;
-            sums.rows += u64::from(count > 0);
-            sums.exact += u64::from(exact);
-        }
-        Ok(())
     }
 }

@@ -18,6 +18,7 @@ mod embedding_noise;
 mod evaluate;
 mod generate;
 mod nan_policy;
+mod reference;
 mod run_watch;
 mod sampling;
 mod save_schedule;
@@ -26,14 +27,15 @@ mod state;
 mod stop_text;
 mod train_loop;
 mod trainer;
+mod trainer_reference;
 mod utilization;
 
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
 pub use embedding_noise::EmbeddingNoise;
-pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
+pub use reference::{Reference, ReferenceLogProbs};
 pub use sampling::{NextToken, SamplingOptions, TokenSampler};
 pub use stage::{ForwardState, Stage, StageGradients, StageInput, StageOutput};
 pub use stop_text::StopSearch;
@@ -47,7 +49,8 @@ use crate::model::PositionTable;
 use crate::model::{
     self, AdapterSwitch, BlockContext, BlockWeights, DropoutContext, ExpertBalance, ModelConfig, RotaryTables,
 };
-use crate::objectives::{LossSums, Objective};
+pub use crate::objectives::Evaluation;
+use crate::objectives::{LossSums, Objective, StepTotals};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::{BlockGraphs, BlockPass};
@@ -77,6 +80,10 @@ pub struct MicroStep<'a> {
     pub objective: &'a dyn Objective,
     /// Factor of the loss before its gradient: one over the step's denominator.
     pub scale: f64,
+    /// Counts of the whole step.
+    pub totals: StepTotals,
+    /// The log-probability of each sample under the objective's reference, if it has one.
+    pub reference: Option<&'a [f64]>,
     /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
     /// Keys of dropout; `None` disables dropout.
@@ -214,7 +221,7 @@ impl Engine {
     /// Those of [`Engine::hidden`].
     pub fn score(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Vec<TokenScore>> {
         let hidden = self.hidden(batch, adapter)?;
-        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter)
+        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter, None)
     }
 
     /// Computes forward and backward of one micro-batch. Returns the summed loss and the

@@ -172,7 +172,8 @@ impl Engine {
         let (config, store) = (&self.config, &self.store);
         store.mesh().world().enter(Phase::Loss)?;
         let head = store.head_and_gradients(stage.blocks.clone().next_back())?;
-        let input = ObjectiveInput { config, hidden: &x, batch, scale: step.scale, dropout };
+        let MicroStep { scale, totals, reference, .. } = step;
+        let input = ObjectiveInput { config, hidden: &x, batch, scale, totals, reference, dropout };
         let ObjectiveOutput { loss, dx, metrics } = step.objective.loss_and_grad(&head, input)?;
         trace::release((x, head));
         store.reduce(Segment::Head, step.last)?;

@@ -11,7 +11,7 @@ use crate::checkpoint::{BestEvaluation, KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Step, StepSource};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
-use crate::objectives::ExpertLoad;
+use crate::objectives::{ExpertLoad, MetricSum};
 use crate::ops::matmul_quantized::PanelAhead;
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
@@ -385,7 +385,7 @@ impl TrainLoop<'_> {
             objective: result
                 .metrics
                 .iter()
-                .map(|metric| (metric.name.to_owned(), metric.sum / result.divisor))
+                .filter_map(|metric| Some((metric.name.to_owned(), metric.mean()?)))
                 .chain(self.of_experts(&result.experts))
                 .collect(),
             expert_load: result
@@ -517,11 +517,10 @@ impl TrainLoop<'_> {
         }
         self.pause_step_timer();
         self.enter(Phase::Evaluate)?;
-        let engine = &self.trainer.engine;
-        let evaluation = engine
-            .evaluate(self.held_out.iter().cloned(), |_| ())
-            .during(|| format!("cannot evaluate after step {step}"))?;
-        let report = EvalReport { eval_samples: (self.samples)(engine)?, ..evaluation.report(step) };
+        let evaluation = self.trainer.evaluate(&self.held_out);
+        let evaluation = evaluation.during(|| format!("cannot evaluate after step {step}"))?;
+        let eval_samples = (self.samples)(&self.trainer.engine)?;
+        let report = EvalReport { eval_samples, ..evaluation.report(step) };
         self.enter(Phase::Report)?;
         if let Some(reporter) = &mut self.reporter {
             reporter.terminal.eval(&report);
@@ -558,10 +557,16 @@ fn in_parts(secs: &StepSecs) -> StepReport {
 impl Evaluation {
     /// Returns the report of an evaluation after step `step`, as it is logged.
     pub fn report(&self, step: u64) -> EvalReport {
-        EvalReport {
-            eval_token_accuracy: Some(self.token_accuracy()),
-            eval_exact_match: Some(self.exact_match()),
-            ..EvalReport::new(step, self.loss(), self.tokens)
+        let report = EvalReport::new(step, self.loss(), self.tokens);
+        if self.has_row_figures() {
+            return EvalReport {
+                eval_token_accuracy: Some(self.token_accuracy()),
+                eval_exact_match: Some(self.exact_match()),
+                ..report
+            };
         }
+        let mean = |metric: &MetricSum| Some((metric.name.to_owned(), metric.mean()?));
+        let eval_objective = self.metrics.iter().filter_map(mean).collect();
+        EvalReport { eval_perplexity: f64::NAN, eval_objective, ..report }
     }
 }

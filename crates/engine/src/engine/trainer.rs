@@ -1,17 +1,21 @@
 //! The optimizer step.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
 use super::divergence::DivergedStep;
+use super::reference::{DataUse, Reference, part_with_loss};
 use super::{EmbeddingNoise, Engine, MicroStep, Stage};
 use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{DropoutContext, ExpertBalance};
-use crate::objectives::{CrossEntropy, ExpertLoad, LossSums, MetricSum, Objective, StepSums};
+use crate::objectives::{
+    CrossEntropy, Evaluation, ExpertLoad, LossSums, MetricSum, Objective, StepSums, StepTotals,
+};
 use crate::ops::BlockGraphs;
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
@@ -64,12 +68,12 @@ pub struct StepResult {
     pub grad_norm: f64,
     /// The learning rate of the update.
     pub learning_rate: f64,
-    /// The objective's own numbers, summed over the step; cross-entropy has none.
+    /// The objective's own metrics, summed over the step; cross-entropy has none.
     pub metrics: Vec<MetricSum>,
     /// The load of the model's experts, with the loss that balances it without its coefficient.
     pub experts: ExpertLoad,
-    /// Divisor of the summed loss and of the metrics: the number of targets, unless the objective
-    /// has its own denominator.
+    /// Divisor of the summed loss: the number of targets, unless the objective has its own
+    /// denominator.
     pub divisor: f64,
 }
 
@@ -79,7 +83,8 @@ pub struct Trainer {
     /// The model in training.
     pub engine: Engine,
     pub(super) options: TrainerOptions,
-    objective: Arc<dyn Objective>,
+    pub(super) objective: Arc<dyn Objective>,
+    pub(super) reference: Reference,
     pub(super) optimizer: Optimizer,
     /// The slice of a bucket that each parameter group of the optimizer updates.
     pub(super) slices: Vec<ParamSlice>,
@@ -113,13 +118,20 @@ impl Trainer {
             Optimizer::new(options.optimizer.clone(), all)?
         };
         let graphs = options.has_graphs.then(BlockGraphs::default);
-        Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices, graphs })
+        let (objective, reference) = (Arc::new(CrossEntropy), Reference::default());
+        Ok(Trainer { engine, options, objective, reference, optimizer, slices, graphs })
     }
 
     /// Returns the same trainer with another loss to minimize.
     #[must_use]
     pub fn with_objective(self, objective: Arc<dyn Objective>) -> Self {
         Trainer { objective, ..self }
+    }
+
+    /// Returns the same trainer with another reference for its objective.
+    #[must_use]
+    pub fn with_reference(self, reference: Reference) -> Self {
+        Trainer { reference, ..self }
     }
 
     /// Returns the largest number of values that an update had on the device at once; 0 if nothing
@@ -161,9 +173,13 @@ impl Trainer {
         let store = &self.engine.store;
         store.zero_gradients()?;
         let stream = RngStream::new(self.options.seed).named("dropout").part(0);
+        let batch = &*part_with_loss(&*self.objective, batch);
+        let reference = self.reference_of(batch, DataUse::Training)?;
         let micro_step = MicroStep {
             objective: &*self.objective,
             scale: 1.0 / batch.len().max(1) as f64,
+            totals: StepTotals::of(std::slice::from_ref(batch)),
+            reference: reference.as_deref(),
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: 0 }),
             noise: self.noise(0),
@@ -177,6 +193,15 @@ impl Trainer {
         store.zero_gradients()
     }
 
+    /// Evaluates the objective on held-out micro-batches. All ranks call it with the same ones.
+    ///
+    /// # Errors
+    /// Those of [`Engine::evaluate`].
+    pub fn evaluate(&self, batches: &[Batch]) -> Result<Evaluation> {
+        let reference = |batch: &Batch| self.reference_of(batch, DataUse::Evaluation);
+        self.engine.evaluate(&*self.objective, batches, reference, |_| ())
+    }
+
     /// Returns the noise on embeddings in step `number`.
     fn noise(&self, number: u64) -> Option<EmbeddingNoise> {
         EmbeddingNoise::of_step(self.options.neftune_alpha, self.options.seed, number)
@@ -185,21 +210,23 @@ impl Trainer {
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
         let store = &self.engine.store;
         store.zero_gradients()?;
-        let divisor = self.objective.denominator(step);
+        let totals = StepTotals { targets: step.valid as f64, ..StepTotals::of(&step.micro_batches) };
+        let divisor = self.objective.denominator(&totals);
         let scale = 1.0 / divisor;
-        let sums = self.gradients(step, number, scale)?;
+        let sums = self.gradients(step, number, totals)?;
         store.mesh().world().enter(Phase::Norm)?;
         // Started before the loss is read, so that the host waits for a GPU once.
         let squares = store.gradient_squares()?;
         let mut own_loss = 0.0;
-        let StepSums { loss: loss_sum, metrics, mut experts } = sums.reduce(|values| {
+        let StepSums { loss: loss_sum, mut metrics, mut experts } = sums.reduce(|values| {
             own_loss = values[0];
             store.sum("losses", values)
         })?;
+        metrics.extend(self.objective.derived(&metrics));
         let loss = loss_sum * scale;
         let grad_norm = store.norm_of(squares)?;
         if !loss.is_finite() || !grad_norm.is_finite() {
-            let bad_gradients = &self.ranks_with_bad_gradients(step, number, scale, own_loss)?;
+            let bad_gradients = &self.ranks_with_bad_gradients(step, number, totals, own_loss)?;
             let diverged = DivergedStep { step, number, loss, grad_norm, own_loss, bad_gradients };
             return Err(self.engine.diverged(&diverged)?);
         }
@@ -221,7 +248,7 @@ impl Trainer {
         &self,
         step: &Step,
         number: u64,
-        scale: f64,
+        totals: StepTotals,
         own_loss: f64,
     ) -> Result<Vec<usize>> {
         let store = &self.engine.store;
@@ -230,7 +257,7 @@ impl Trainer {
         }
         store.zero_gradients()?;
         store.start_nonfinite_check();
-        let again = self.gradients(step, number, scale);
+        let again = self.gradients(step, number, totals);
         let bad = store.stop_nonfinite_check();
         again?;
         store.ranks_that(bad)
@@ -238,15 +265,21 @@ impl Trainer {
 
     /// Adds up the gradients of this rank's micro-batches, and returns the sums of their losses and
     /// metrics.
-    fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
+    fn gradients(&self, step: &Step, number: u64, totals: StepTotals) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let noise = self.noise(number);
         let mesh = self.engine.store.mesh();
         let turns = step.local_micro_batches(mesh.data_rank(), mesh.data_size());
+        let reference = |batch: &Batch| self.reference_of(batch, DataUse::Training);
+        let totals = self.engine.with_drift(totals, &*self.objective, &turns, reference)?;
+        let with_loss = |batch| part_with_loss(&*self.objective, batch);
+        let turns: Vec<Cow<'_, Batch>> = turns.iter().map(|batch| with_loss(batch)).collect();
         let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
         let micro_step = |turn: usize, batch: &Batch| MicroStep {
             objective: &*self.objective,
-            scale,
+            scale: 1.0 / self.objective.denominator(&totals),
+            totals,
+            reference: None,
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: batch.first_token }),
             noise,
@@ -263,8 +296,9 @@ impl Trainer {
             let mut sums = LossSums::default();
             for (turn, batch) in turns.iter().enumerate() {
                 let balance = balance.as_ref().filter(|_| !is_idle(turn));
-                let mut part =
-                    self.engine.micro_step(batch, MicroStep { balance, ..micro_step(turn, batch) })?;
+                let reference = reference(batch)?;
+                let step = MicroStep { balance, reference: reference.as_deref(), ..micro_step(turn, batch) };
+                let mut part = self.engine.micro_step(batch, step)?;
                 part.experts = part.experts.counted(!is_idle(turn));
                 sums.add(part)?;
             }

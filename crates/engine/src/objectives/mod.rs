@@ -1,8 +1,19 @@
 //! Objectives, one a file: each computes a loss and its gradient from the hidden states after the
 //! last block. `objective.kind` of the recipe chooses one.
 
+mod cpo;
 mod cross_entropy;
+mod dpo;
+mod dpo_loss;
+mod dual;
+mod evaluation;
 mod expert_load;
+mod kto;
+mod log_probs;
+mod metric_sum;
+mod orpo;
+mod pairs;
+mod totals;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -10,14 +21,22 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 pub use cross_entropy::CrossEntropy;
+pub use evaluation::Evaluation;
 pub use expert_load::ExpertLoad;
+pub use metric_sum::MetricSum;
+pub use totals::StepTotals;
 
-use crate::data::{Batch, Step};
-use crate::error::{Error, Result};
+use self::cpo::Cpo;
+use self::dpo::Dpo;
+use self::kto::Kto;
+use self::log_probs::ByLogProbs;
+use self::orpo::Orpo;
+use crate::data::Batch;
+use crate::error::Result;
 use crate::model::{HeadWeights, ModelConfig};
-use crate::ops::cross_entropy::LossSum;
+use crate::ops::cross_entropy::{LossSum, TokenScore};
 use crate::recipe::ObjectiveSection;
-use crate::recipe::enums::ObjectiveKind;
+use crate::recipe::enums::{LossType, ObjectiveKind};
 use crate::runtime::rng::RngStream;
 
 /// A loss over the hidden states of a micro-batch.
@@ -28,8 +47,8 @@ use crate::runtime::rng::RngStream;
 /// must be zero.
 pub trait Objective: Debug + Send + Sync {
     /// Returns the divisor of the summed loss of a step: by default the number of targets.
-    fn denominator(&self, step: &Step) -> f64 {
-        step.valid as f64
+    fn denominator(&self, totals: &StepTotals) -> f64 {
+        totals.targets
     }
 
     /// Returns the work and memory of a micro-batch beside the forward and backward of the model
@@ -37,6 +56,35 @@ pub trait Objective: Debug + Send + Sync {
     fn cost(&self) -> ObjectiveCost {
         ObjectiveCost::default()
     }
+
+    /// Returns true if the objective compares the model with a reference: then
+    /// [`ObjectiveInput::reference`] has the log-probabilities of the samples under it.
+    fn has_reference(&self) -> bool {
+        false
+    }
+
+    /// Returns true if the objective needs [`StepTotals::drift`], which the mismatched answers of a
+    /// step give. They have no other part in the loss.
+    fn needs_drift(&self) -> bool {
+        false
+    }
+
+    /// Returns a metric that follows from the sums of a step or an evaluation, if there is one.
+    fn derived(&self, _metrics: &[MetricSum]) -> Option<MetricSum> {
+        None
+    }
+
+    /// Returns the log-probability of each sample of a micro-batch, given the scores of its
+    /// targets, as the objective compares it with that of a reference.
+    fn sample_log_probs(&self, batch: &Batch, _scores: &[TokenScore]) -> Vec<f64> {
+        vec![0.0; batch.samples.len()]
+    }
+
+    /// Returns the sums of a micro-batch for an evaluation; the divisor is left to the caller.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    fn evaluate(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<Evaluation>;
 
     /// Returns the loss of a micro-batch and the gradient of its hidden states. Adds the gradients
     /// of the head's own parameters to the buffers of `head`.
@@ -51,6 +99,8 @@ pub trait Objective: Debug + Send + Sync {
 pub struct ObjectiveCost {
     /// Forward passes over the model without a backward, such as one of a reference model.
     pub extra_forwards: usize,
+    /// Further passes over the output layer without a backward.
+    pub head_forwards: usize,
     /// Bytes that a micro-batch holds for each of its tokens.
     pub bytes_per_token: usize,
 }
@@ -67,6 +117,10 @@ pub struct ObjectiveInput<'a> {
     /// Factor of the loss before its gradient: one over the step's
     /// [denominator](Objective::denominator).
     pub scale: f64,
+    /// Counts of the whole step, over all micro-batches and ranks.
+    pub totals: StepTotals,
+    /// The log-probability of each sample under the reference, if the objective has one.
+    pub reference: Option<&'a [f64]>,
     /// Random numbers for dropout on the head's adapter, and the micro-batch's first token; `None`
     /// disables dropout.
     pub dropout: Option<(RngStream, u64)>,
@@ -81,15 +135,6 @@ pub struct ObjectiveOutput {
     pub dx: Tensor,
     /// Sums beside the loss: the same names in the same order for every micro-batch.
     pub metrics: Vec<MetricSum>,
-}
-
-/// A metric of an objective, summed over micro-batches and ranks.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct MetricSum {
-    /// The metric's name in reports.
-    pub name: &'static str,
-    /// The sum so far.
-    pub sum: f64,
 }
 
 /// The loss and the metrics of micro-batches, summed.
@@ -118,6 +163,16 @@ pub(crate) struct StepSums {
 pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
     match section.kind {
         ObjectiveKind::CrossEntropy => Arc::new(CrossEntropy),
+        ObjectiveKind::Dpo => Arc::new(ByLogProbs(Dpo { keys: section.clone() })),
+        ObjectiveKind::Orpo => Arc::new(ByLogProbs(Orpo { beta: section.beta })),
+        ObjectiveKind::Cpo => {
+            let loss = section.losses().first().copied().unwrap_or(LossType::Sigmoid);
+            Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss, alpha: section.cpo_alpha }))
+        }
+        ObjectiveKind::Simpo => {
+            Arc::new(ByLogProbs(Cpo { keys: section.clone(), loss: LossType::Simpo, alpha: 0.0 }))
+        }
+        ObjectiveKind::Kto => Arc::new(ByLogProbs(Kto { keys: section.clone() })),
     }
 }
 
@@ -129,18 +184,7 @@ impl LossSums {
     pub(crate) fn add(&mut self, other: LossSums) -> Result<()> {
         self.loss.add(other.loss);
         self.experts.add(other.experts);
-        if self.metrics.is_empty() {
-            self.metrics = other.metrics;
-            return Ok(());
-        }
-        let names = |metrics: &[MetricSum]| metrics.iter().map(|metric| metric.name).collect::<Vec<_>>();
-        let (mine, theirs) = (names(&self.metrics), names(&other.metrics));
-        if mine != theirs {
-            return Err(Error::internal("an objective's metrics change between micro-batches")
-                .because(format!("{mine:?}, then {theirs:?}")));
-        }
-        self.metrics.iter_mut().zip(other.metrics).for_each(|(mine, other)| mine.sum += other.sum);
-        Ok(())
+        MetricSum::add_all(&mut self.metrics, other.metrics)
     }
 
     /// Reads the loss from the device, and reduces all sums over the ranks with `sum`, which gets
@@ -148,11 +192,11 @@ impl LossSums {
     pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<StepSums> {
         let LossSums { loss, mut metrics, mut experts } = self;
         let mut values = vec![loss.read()?];
-        values.extend(metrics.iter().map(|metric| metric.sum));
+        values.extend(MetricSum::values(&metrics));
         let of_experts = values.len();
         values.extend(experts.values());
         sum(&mut values)?;
-        metrics.iter_mut().zip(&values[1..]).for_each(|(metric, value)| metric.sum = *value);
+        MetricSum::set_all(&mut metrics, &values[1..of_experts]);
         experts.set(&values[of_experts..]);
         Ok(StepSums { loss: values[0], metrics, experts })
     }

@@ -1,6 +1,6 @@
 //! Final norm and output layer: logits, scores, and the loss with its backward.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use super::embedding::TokenRows;
 use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
@@ -8,11 +8,15 @@ use super::{ModelConfig, Norm, Param};
 use crate::error::Result;
 use crate::ops::Addend;
 use crate::ops::cross_entropy::{
-    Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
-    score_targets,
+    Delta, IGNORE, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
+    logits, score_targets,
 };
 use crate::ops::elementwise::scaled;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
+
+/// Rows whose logits [`HeadWeights::log_square_sums`] holds at once.
+const SQUARED_ROWS: usize = 256;
 
 /// Final norm and output layer, for one use.
 #[derive(Debug, Clone)]
@@ -72,10 +76,39 @@ impl HeadWeights {
         x: &Tensor,
         targets: &[u32],
         adapter: AdapterSwitch,
+        source: DropoutSource,
     ) -> Result<Vec<TokenScore>> {
         let normed = self.normed(config, x)?;
-        let u = self.down(&normed, BranchContext::alone(adapter, None))?;
+        let u = self.down(&normed, BranchContext::alone(adapter, source))?;
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
+    }
+
+    /// Returns log Σ p² over all tokens for every row of `x: [N, D]` with a target, in order and in
+    /// f32: the logarithm of the expected probability of a sampled token.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn log_square_sums(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: &[u32],
+        source: DropoutSource,
+    ) -> Result<Vec<f32>> {
+        let normed = self.normed(config, x)?;
+        let u = self.down(&normed, BranchContext::alone(AdapterSwitch::On, source))?;
+        let rows: Vec<u32> = (0u32..).zip(targets).filter(|(_, id)| **id != IGNORE).map(|(n, _)| n).collect();
+        let mut sums = Vec::with_capacity(rows.len());
+        for chunk in rows.chunks(SQUARED_ROWS) {
+            let ids = to_device(&Tensor::from_slice(chunk, chunk.len(), &Device::Cpu)?, x.device())?;
+            let u = u.as_ref().map(|u| u.index_select(&ids, 0)).transpose()?;
+            let x = normed.index_select(&ids, 0)?;
+            let logits = logits(&x, self.output(u.as_ref()), config.logit_softcap)?;
+            let powers = logits.broadcast_sub(&logits.max_keepdim(1)?)?.exp()?;
+            let squares = (powers.sqr()?.sum(1)?.log()? - (powers.sum(1)?.log()? * 2.0)?)?;
+            sums.extend(squares.to_vec1::<f32>()?);
+        }
+        Ok(sums)
     }
 
     /// Returns the logits of `x: [N, D]`, `[N, V]` f32.

@@ -158,6 +158,18 @@ impl AdapterSetup {
         Adapters { loras, rows: self.rows.clone(), base_change: self.base_change() }
     }
 
+    /// Returns the reason for which the model without the adapter is not the model as training
+    /// starts; `None` if it is.
+    pub fn reference_change(&self) -> Option<String> {
+        if let Some(module) = self.saved.iter().next() {
+            return Some(format!("`{module}` is trained in place in the model"));
+        }
+        if let Some(table) = self.rows.keys().next() {
+            return Some(format!("rows of `{table}` are trained in place in the table"));
+        }
+        self.base_change().map(str::to_owned)
+    }
+
     /// Returns the reason for which the frozen weights differ from the base's; none if they are
     /// equal.
     fn base_change(&self) -> Option<&'static str> {

@@ -23,6 +23,8 @@ assets! {
     ],
     "questions-train.jsonl": "datasets" ["questions-train.jsonl"],
     "questions-heldout.jsonl": "datasets" ["questions-heldout.jsonl"],
+    "pairs-train.jsonl": "datasets" ["pairs-train.jsonl"],
+    "labelled-train.jsonl": "datasets" ["labelled-train.jsonl"],
 }
 
 /// Unpacks `builtin:name`; returns the folder of a model, or the file of a data set.

@@ -5,7 +5,7 @@ use chrono::{DateTime, FixedOffset};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::data::{self, ChatTemplate, DataFile, DataOptions, Dataset, Split, Tokenizer};
 use crate::error::{ErrorContext, Result};
-use crate::recipe::{self, DataSource, RowSource, SplitSlice};
+use crate::recipe::{self, AutoOr, DataSource, Recipe, RowSource, SplitSlice};
 
 /// Rows as examples, with the location of each of their sources.
 #[derive(Debug)]
@@ -43,8 +43,22 @@ impl DatasetLoader {
             on_long_row: data.on_long_row,
             sanitize_control_tokens: data.sanitize_control_tokens,
             vocab_size,
+            ..DataOptions::default()
         };
         Ok(DatasetLoader { tokenizer, template, options })
+    }
+
+    /// Returns the same rules for the objective of `recipe`, which decides the examples of a row.
+    #[must_use]
+    pub fn for_objective(mut self, recipe: &Recipe) -> Self {
+        self.options.objective = recipe.objective.kind;
+        self.options.mismatched_block =
+            recipe.objective.needs_mismatched().then_some(match recipe.train.micro_batch_size {
+                // An answer is no mismatched one of its own row: all rows are one block.
+                AutoOr::Auto | AutoOr::Fixed(..=1) => usize::MAX,
+                AutoOr::Fixed(rows) => rows,
+            });
+        self
     }
 
     /// Returns the same rules with `now` as the time that the chat template sees.

@@ -53,7 +53,7 @@ impl LoadedModel {
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let mut data = recipe.data.clone();
         data.fit_positions(base.config.max_position_embeddings);
-        let rows = base.dataset_loader(tokenizer, &data)?;
+        let rows = base.dataset_loader(tokenizer, &data)?.for_objective(recipe);
         rows.warnings().iter().for_each(|text| terminal.warn(text));
         Ok(LoadedModel { base, adapter_setup, dataset_loader: rows, comparison })
     }

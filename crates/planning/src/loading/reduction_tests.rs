@@ -70,7 +70,7 @@ fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..12).map(|i| (i * 31 + salt * 17) % 290 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
-    let segments = vec![Sample { start: 0, len: 12 }];
+    let segments = vec![Sample { start: 0, len: 12, ..Sample::default() }];
     Batch { ids, targets, samples: segments, first_token: u64::from(salt) * 12, num_samples: 1 }
 }
 

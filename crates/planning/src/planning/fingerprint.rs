@@ -39,7 +39,7 @@ impl Plan {
         // Spreading a run over ranks does not change it: the micro-batches of all ranks count.
         facts.insert("parallel.strategy".into(), format!("{:?}", recipe::Strategy::Single.as_str()));
         if self.recipe.objective == recipe::ObjectiveSection::default() {
-            facts.remove("objective.kind");
+            facts.retain(|key, _| !key.starts_with("objective."));
         }
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.dataset.digest()));

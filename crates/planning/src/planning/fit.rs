@@ -366,10 +366,9 @@ fn how<'a>(
 
 /// Returns the tokens of the largest possible micro-batch.
 pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
-    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.longest_row());
+    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.longest_group());
     let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
-    let mut lengths: Vec<usize> =
-        data.examples().iter().map(|example| example.ids.len().min(longest)).collect();
+    let mut lengths: Vec<usize> = data.group_lengths().map(|tokens| tokens.min(longest)).collect();
     if recipe.data.packing {
         return size.saturating_mul(longest).min(lengths.iter().sum());
     }

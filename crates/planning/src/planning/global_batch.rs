@@ -61,7 +61,7 @@ pub fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
         seed: recipe.train.seed,
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
-        max_seq_len: recipe.data.longest_row(),
+        max_seq_len: recipe.longest_group(),
         micro_batch_size: recipe.train.micro_batch_rows(),
         gradient_accumulation_steps: recipe.train.accumulation().saturating_mul(ranks),
         epochs: recipe.train.epochs,

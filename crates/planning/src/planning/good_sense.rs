@@ -1,9 +1,10 @@
 //! Checks for unusual settings: a plan warns of most, and refuses a run that learns nothing.
 
 use super::Plan;
+use crate::data::Role;
 use crate::error::{Error, Result};
 use crate::model;
-use crate::recipe::{DataSource, ModelInit, StepInterval};
+use crate::recipe::{DataSource, ModelInit, ObjectiveKind, StepInterval};
 
 /// The usual learning rates: of an adapter, and of all weights.
 const USUAL_RATES: [f64; 2] = [2e-4, 2e-5];
@@ -56,8 +57,13 @@ impl Plan {
 
     /// Returns a warning for each unusual setting, each in a sentence.
     pub(super) fn unusual_settings(&self) -> Vec<String> {
-        let warnings =
-            [self.high_learning_rate(), self.wide_adapter(), self.few_steps(), self.late_evaluation()];
+        let warnings = [
+            self.high_learning_rate(),
+            self.wide_adapter(),
+            self.few_steps(),
+            self.late_evaluation(),
+            self.unequal_labels(),
+        ];
         warnings.into_iter().flatten().chain(self.long_warm_up_ratio()).collect()
     }
 
@@ -80,6 +86,31 @@ impl Plan {
         Some(format!(
             "the learning rate {rate:e} is {times:.0} times the usual for {method}, {usual:e}: the loss may rise instead of \
              fall; write `optimizer.learning_rate = {usual:e}`, or watch the held-out loss"
+        ))
+    }
+
+    /// Warns of labelled answers whose weights leave good and bad ones out of balance: the weighted
+    /// good ones should be 1 to 4/3 times the weighted bad ones (arXiv:2402.01306, equation 8).
+    fn unequal_labels(&self) -> Option<String> {
+        let objective = &self.recipe.objective;
+        if objective.kind != ObjectiveKind::Kto {
+            return None;
+        }
+        let count = |role: Role| self.train.dataset.examples().iter().filter(|one| one.role == role).count();
+        let (good, bad) = (count(Role::Desirable), count(Role::Undesirable));
+        let (own, other) = (objective.desirable_weight, objective.undesirable_weight);
+        let ratio = good as f64 * own / (bad as f64 * other);
+        if good == bad || good * bad == 0 || (0.995..=1.345).contains(&ratio) {
+            return None;
+        }
+        let (wanted, key) = if good < bad {
+            (bad as f64 * other / good as f64, "desirable_weight")
+        } else {
+            (good as f64 * own / bad as f64, "undesirable_weight")
+        };
+        Some(format!(
+            "{good} good and {bad} bad answers weigh {ratio:.2} to 1; 1 to 1.33 is usual: write \
+             `objective.{key} = {wanted:.2}`"
         ))
     }
 

@@ -34,6 +34,7 @@ mod method;
 mod micro_batch;
 mod moment;
 mod parallel;
+mod reference;
 mod resolve;
 pub mod router_aux_loss;
 mod run_params;

@@ -17,6 +17,7 @@ use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
 use super::parallel::WorldSize;
+use super::reference::check_reference;
 use super::router_aux_loss::router_aux_loss;
 use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
@@ -117,8 +118,9 @@ impl Plan {
         let named = (base.source.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
+        check_reference(&recipe, adapter_setup.as_ref())?;
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
-        let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
+        let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.for_objective(&recipe).at(now);
         let (train, held_out) = dataset_loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
         decide_accumulation(&mut recipe, Some(&train.dataset), world.all)?;
         let inputs = StepInputs {

@@ -73,6 +73,12 @@ impl<'a> Curves<'a> {
         trained.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss))
     }
 
+    /// Iterates over the evaluations that curves show: some of very many.
+    fn shown_evals(&self) -> impl Iterator<Item = &EvalReport> {
+        let every = self.evals.len().div_ceil(10 * MAX_ROWS).max(1);
+        self.evals.iter().step_by(every).copied()
+    }
+
     fn line(&self, name: impl Into<Cow<'static, str>>, value: impl Fn(&StepReport) -> f64) -> Series {
         let points = self.steps.iter().map(|r| (r.step as f64, value(r)));
         Series::line(name, "a", points.filter(|(_, value)| value.is_finite()).collect())
@@ -89,14 +95,15 @@ impl<'a> Curves<'a> {
 
     /// Returns charts of loss, learning rate and gradient norm, with the evaluations.
     pub(super) fn loss(&self) -> String {
-        let every = self.evals.len().div_ceil(10 * MAX_ROWS).max(1);
-        let held_out = self.evals.iter().step_by(every).map(|r| (r.step as f64, r.eval_loss)).collect();
+        let held_out = self.shown_evals().map(|r| (r.step as f64, r.eval_loss)).collect();
         let held_out = Series { name: "held out".into(), class: "b", mark: Mark::Points, points: held_out };
         let best = self.best().map(|r| (r.step as f64, r.eval_loss)).into_iter().collect();
         let best = Series { name: "best held out".into(), class: "b", mark: Mark::Ring, points: best };
         let losses = vec![self.line("training", |r| r.loss), held_out, best];
+        let is_preference = self.steps.iter().any(|r| r.objective.contains_key("rewards/chosen"));
+        let unit = if is_preference { "" } else { "nats per token" };
         let mut all = vec![
-            Self::chart("Loss", "nats per token", false, losses),
+            Self::chart("Loss", unit, false, losses),
             Self::chart("Learning rate", "", true, vec![self.line("learning rate", |r| r.learning_rate)]),
             Self::chart(
                 "Gradient norm",
@@ -115,7 +122,14 @@ impl<'a> Curves<'a> {
         let names: BTreeSet<&String> = self.steps.iter().flat_map(|report| report.objective.keys()).collect();
         names.into_iter().map(|name| {
             let value = |report: &StepReport| report.objective.get(name).copied().unwrap_or(f64::NAN);
-            Self::chart(format!("Objective: {name}"), "", false, vec![self.line(name.clone(), value)])
+            let mut lines = vec![self.line(name.clone(), value)];
+            let held_out =
+                |report: &EvalReport| Some((report.step as f64, *report.eval_objective.get(name)?));
+            let points: Vec<(f64, f64)> = self.shown_evals().filter_map(held_out).collect();
+            if !points.is_empty() {
+                lines.push(Series { name: "held out".into(), class: "b", mark: Mark::Points, points });
+            }
+            Self::chart(format!("Objective: {name}"), "", false, lines)
         })
     }
 
@@ -207,7 +221,7 @@ impl<'a> Curves<'a> {
             vec![
                 r.step.to_string(),
                 format!("{:.4}{}", r.eval_loss, if is_best(r) { " (best)" } else { "" }),
-                short(r.eval_perplexity),
+                Some(r.eval_perplexity).filter(|value| value.is_finite()).map_or_else(dash, short),
                 units::count(r.eval_tokens),
                 r.eval_token_accuracy.map_or_else(dash, percent),
                 r.eval_exact_match.map_or_else(dash, percent),

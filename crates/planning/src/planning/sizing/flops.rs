@@ -109,7 +109,9 @@ impl TokenFlops {
     /// The same with the further forwards of an objective.
     #[must_use]
     pub fn with_objective(self, cost: ObjectiveCost) -> Self {
-        TokenFlops { objective: cost.extra_forwards as f64 * self.forward, ..self }
+        let factor = if self.loss_path == LossPath::Trained { TRAINED } else { FROZEN };
+        let of_head = cost.head_forwards as f64 * self.head * PRODUCT / factor;
+        TokenFlops { objective: cost.extra_forwards as f64 * self.forward + of_head, ..self }
     }
 
     /// Returns the operations of the model, as model FLOP utilisation (MFU) counts them.

@@ -54,7 +54,7 @@ impl SizedModel {
         if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
             saved.as_ref().map_or(Ok(()), |source| base.adopt(&source.folder))?;
             let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
-            let loader = base.dataset_loader(tokenizer, &recipe.data)?;
+            let loader = base.dataset_loader(tokenizer, &recipe.data)?.for_objective(recipe);
             if !recipe.data.train.is_empty() {
                 let (rows, others) = loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
                 (train, held_out) = (Some(rows.dataset), others.map(|others| others.dataset));

@@ -258,7 +258,8 @@ impl SizingRequest<'_> {
             Rows::Of(data) => mean_lengths(data, longest),
             Rows::Full => (longest, longest),
         };
-        let tokens = if recipe.data.packing { rows * longest } else { rows * mean };
+        let row = if recipe.data.packing { longest } else { mean };
+        let tokens = rows * row * recipe.objective.examples_of_row() as f64;
         Workload { tokens, row: seen, micro_batches }
     }
 
