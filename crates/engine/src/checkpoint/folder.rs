@@ -153,14 +153,11 @@ enum Stored<'a> {
 }
 
 /// Removes the oldest checkpoints of the run that has just saved `state`. Keeps those of
-/// `retention`, the one of `state` and the best one. Only checkpoints with matching digests count, and only
-/// those with nothing but the run's files are removed: a damaged or foreign one stays and does not
-/// count. Each is renamed first, so that no reader sees it half removed. Returns a message for each
-/// that could not be removed.
+/// `retention`, the one of `state` and the best one. Only checkpoints with matching digests count,
+/// and only those with nothing but the run's files are removed: a damaged or foreign one stays and
+/// does not count. Each is renamed first, so that no reader sees it half removed. Returns a message
+/// for each that could not be removed.
 pub(super) fn retain(output: &Path, retention: Retention, state: &TrainingState) -> Vec<String> {
-    let Retention { last: keep, every } = retention;
-    let stays_longer =
-        |step: u64| state.is_best(step) || every.is_some_and(|every| step.is_multiple_of(every));
     let mut notes = Vec::new();
     let checkpoints = list(output).unwrap_or_else(|error| {
         notes.push(error.in_one_line());
@@ -170,8 +167,8 @@ pub(super) fn retain(output: &Path, retention: Retention, state: &TrainingState)
     for (step, folder) in checkpoints.into_iter().rev() {
         if step == state.step {
             complete += 1;
-        } else if complete >= keep && stays_longer(step) {
-        } else if complete < keep {
+        } else if complete >= retention.last && retention.keeps(step, state) {
+        } else if complete < retention.last {
             let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
             complete += usize::from(counts);
         } else if manifest::is_complete(&folder)

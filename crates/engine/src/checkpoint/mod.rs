@@ -22,6 +22,7 @@ mod kill_point;
 mod lock;
 mod manifest;
 mod process;
+mod retention;
 mod run_changes;
 mod run_folder;
 mod run_record;
@@ -36,10 +37,11 @@ use serde::{Deserialize, Serialize};
 
 pub use best::BestEvaluation;
 pub use kill_point::KillPoint;
+pub use retention::Retention;
 pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::RunFolder;
 pub use run_record::RunRecord;
-pub use saver::{Retention, SaveThreads, Saver, SaverOptions};
+pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WeightValues, WriteWeights};
 
 use crate::error::input_file;

@@ -71,15 +71,6 @@ impl Drop for SaveThreads {
     }
 }
 
-/// The checkpoints that a run keeps beside its best one.
-#[derive(Debug, Clone, Copy)]
-pub struct Retention {
-    /// The number of newest sound checkpoints.
-    pub last: usize,
-    /// Those of steps that are a multiple of this number.
-    pub every: Option<u64>,
-}
-
 /// Options of a rank's saver.
 #[derive(Clone)]
 pub struct SaverOptions {
