@@ -103,11 +103,11 @@ pub(super) struct ReferenceRun<'a> {
 /// User: the run resumes, and its file is missing or belongs to other rows or another model.
 /// Storage: the file cannot be written. A tensor operation failed; a peer failed.
 pub(super) fn with_reference(
-    run: &TrainRun<'_>,
+    run: &ReferenceRun<'_>,
     trainer: Trainer,
     world: &dyn Collective,
 ) -> Result<Trainer> {
-    let plan = run.plan;
+    let ReferenceRun { plan, from, .. } = *run;
     if !is_precomputed(plan) {
         return Ok(trainer);
     }
