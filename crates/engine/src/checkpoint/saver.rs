@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
+use super::retention::Retention;
 use super::run_record::OWN;
 use super::snapshot::{SnapshotTensor, WriteWeights};
 use super::space::require_room;
