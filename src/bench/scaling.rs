@@ -182,7 +182,9 @@ fn train(plan: &Plan, world: Arc<dyn Collective>, device: &Device) -> Result<Mea
             measured.exposed += clock.read() - waited;
             let store = &trainer.engine.store;
             measured.sent += store.mesh().traffic().since(&before).total_bytes();
-            measured.formula += store.sent_by_formula(step.micro_batches.len().div_ceil(size) as u64);
+            let turns = step.micro_batches.len().div_ceil(size) as u64;
+            let stored = plan.recompute.stored(trainer.engine.config.num_layers(), true);
+            measured.formula += store.sent_by_formula(turns, &stored);
         }
     }
     Ok(measured)

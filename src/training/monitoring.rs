@@ -129,8 +129,9 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     };
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), Some(&plan.engine))?;
     let (_, seen) = mean_lengths(&plan.train.dataset, plan.recipe.data.longest_row() as f64);
-    let trained = TrainedWeights::of(&plan.base.config, &descs);
-    let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute)
+    let stored = plan.recompute.stored(plan.base.config.num_layers(), true);
+    let trained = TrainedWeights::of(&plan.base.config, &descs, &stored);
+    let flops = TokenFlops::new(&plan.base.config, trained, seen, &stored)
         .with_objective(objective_cost(&plan.recipe, &plan.base.config));
     let peak = tflops * 1e12 * plan.world_size as f64;
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))

@@ -76,7 +76,8 @@ fn assert_stages(model: &str, cuts: &[&[usize]]) -> Result<()> {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = logits::base(&folder).engine(Trains::All, &options)?;
     let mut first_result = None;
-    for recompute in [Recompute::None, Recompute::Block] {
+    for recompute in ["none", "selective", "first:1", "block", "every:2"] {
+        let recompute: Recompute = recompute.parse()?;
         engine.store.zero_gradients()?;
         let sums = engine.micro_step(&batch(), micro_step(recompute))?;
         let whole = (sums.loss.read()?, engine.store.gradient_norm()?);

@@ -9,12 +9,12 @@ use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device};
 use finetune::collective::{Collective, Op, Traffic, in_process};
 use finetune::data::Step;
-use finetune::engine::Trainer;
+use finetune::engine::{Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model;
 use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
-use finetune::recipe::enums::Attention;
+use finetune::recipe::enums::{Attention, Recompute};
 use finetune::runtime::thread_pool;
 use finetune::weights::EMBED_TOKENS;
 
@@ -34,10 +34,15 @@ struct Seen {
 }
 
 fn run(strategy: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
-    run_model("models/tiny-llama", strategy, ranks, turns)
+    run_model("models/tiny-llama", strategy, (ranks, turns), Recompute::Block)
 }
 
-fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
+fn run_model(
+    model: &str,
+    strategy: ShardingStrategy,
+    (ranks, turns): (usize, usize),
+    recompute: Recompute,
+) -> Vec<Seen> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
     let rank = |end| -> Result<Seen> {
         let world: Arc<dyn Collective> = Arc::new(end);
@@ -51,7 +56,7 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
-        let mut trainer = Trainer::new(engine, trainer_options())?;
+        let mut trainer = Trainer::new(engine, TrainerOptions { recompute, ..trainer_options() })?;
         let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
         trainer.step(&step)?;
         let before = options.mesh.traffic();
@@ -67,6 +72,7 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
                 embedding = bucket.elements() as u64;
             }
         }
+        let layers = trainer.engine.config.num_layers();
         Ok(Seen {
             sent: options.mesh.traffic().since(&before),
             elements,
@@ -74,8 +80,8 @@ fn run_model(model: &str, strategy: ShardingStrategy, ranks: usize, turns: usize
             tied: trainer.engine.config.tie_word_embeddings,
             most: strategy.most_gathered(),
             own_elements,
-            layers: trainer.engine.config.num_layers() as u64,
-            formula: strategy.sent_by_formula(turns as u64),
+            layers: layers as u64,
+            formula: strategy.sent_by_formula(turns as u64, &recompute.stored(layers, true)),
         })
     };
     in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
@@ -143,11 +149,28 @@ fn every_byte_sent_is_in_the_formula() {
     }
 }
 
+/// A model of 7 blocks.
+const E2B: &str = "families/models/tiny-gemma4-e2b";
+
+/// A block that is recomputed with later ones is gathered once more. Two blocks are whole at a
+/// time.
+#[test]
+fn recomputing_runs_of_blocks_gathers_them_again() {
+    let sent = |recompute: &str| {
+        let recompute = recompute.parse().unwrap();
+        let seen = run_model(E2B, ShardingStrategy::Fsdp, (2, 1), recompute).remove(0);
+        assert_eq!((seen.sent.total_bytes(), seen.most), (seen.formula, 2), "{recompute}");
+        seen.sent.total_bytes()
+    };
+    let [block, two, three] = ["block", "every:2", "every:3"].map(sent);
+    assert!(block < two && two < three, "{block}, {two}, {three} bytes");
+}
+
 /// A tied head gathers the embedding, and not the table of per-layer inputs.
 #[test]
 fn a_tied_head_leaves_the_table_of_per_layer_inputs() {
     let (n, a) = (2, 2);
-    for seen in run_model("families/models/tiny-gemma4-e2b", ShardingStrategy::Fsdp, n, a as usize) {
+    for seen in run_model(E2B, ShardingStrategy::Fsdp, (n, a as usize), Recompute::Block) {
         assert!(seen.tied);
         let [blocks, ends] = seen.elements.map(|elements| 4 * elements);
         let embedding = 4 * seen.embedding;

@@ -21,4 +21,5 @@ pub const IGNORE: u32 = u32::MAX;
 /// The recipe types that every crate uses.
 pub mod recipe {
     pub mod enums;
+    mod recompute;
 }

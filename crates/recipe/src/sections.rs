@@ -212,7 +212,10 @@ section! {
         neftune_alpha: f64 = 0.0, AtLeast(0.0);
         /// Seed of all random numbers.
         seed: u64 = 0, AtLeast(0.0);
-        /// Recompute activations in the backward pass to save memory.
+        /// Activations that the backward pass recomputes to save memory: "none"; "selective": the
+        /// results of attention; "first:N": the first N blocks; "block": all blocks; "every:N" and
+        /// "every:sqrt": runs of N blocks, from the input of the first one. "auto": no more blocks
+        /// than the memory demands.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
         /// Products of the frozen linear layers below an adapter, in training and its evaluations:
         /// in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on

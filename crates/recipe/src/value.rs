@@ -432,6 +432,26 @@ macro_rules! lists_of_choices_are_settings {
 }
 lists_of_choices_are_settings!(AlertRule, LossType);
 
+impl Setting for Recompute {
+    fn accepted() -> String {
+        let quoted = |texts: &[&str]| texts.iter().map(|text| format!("{text:?}")).collect::<Vec<_>>();
+        let numbers = "with a number of blocks, at least 1, for N";
+        format!("{}, {} {numbers}", quoted(Self::NAMES).join(", "), quoted(Self::FORMS).join(" and "))
+    }
+
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        value.as_str().and_then(|text| text.parse().ok()).ok_or(ValueRefusal::Shape)
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::String(self.to_string()))
+    }
+
+    fn choices() -> Vec<&'static str> {
+        Self::NAMES.to_vec()
+    }
+}
+
 /// Implements [`Setting`] for the closed lists of texts.
 macro_rules! choices_are_settings {
     ($($type:ident),* $(,)?) => {$(
@@ -473,7 +493,6 @@ choices_are_settings!(
     ObjectiveKind,
     FDivergence,
     OnNan,
-    Recompute,
     BaseProducts,
     OptimizerKind,
     StateDtype,

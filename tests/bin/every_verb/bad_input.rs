@@ -127,7 +127,7 @@ fn values_of_the_wrong_type() {
     error: cannot use recipe my.toml
       caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number from 1 to 65536
       caused by: my.toml:5:17: `optimizer.learning_rate` is -1; accepted: a number above 0
-      caused by: my.toml:8:13: `train.recompute` is "yes"; accepted: "auto", "none", "block"
+      caused by: my.toml:8:13: `train.recompute` is "yes"; accepted: "auto", "none", "selective", "block", "every:sqrt", "first:N" and "every:N" with a number of blocks, at least 1, for N
     hint: `finetune recipes show reference` documents every key
     "#);
 }

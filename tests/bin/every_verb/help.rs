@@ -866,8 +866,11 @@ fn recipes_listed_and_shown() {
     # Seed of all random numbers.
     # Accepted: a whole number, at least 0.
     seed = 0
-    # Recompute activations in the backward pass to save memory.
-    # Accepted: "auto", "none", "block".
+    # Activations that the backward pass recomputes to save memory: "none"; "selective": the
+    # results of attention; "first:N": the first N blocks; "block": all blocks; "every:N" and
+    # "every:sqrt": runs of N blocks, from the input of the first one. "auto": no more blocks
+    # than the memory demands.
+    # Accepted: "auto", "none", "selective", "block", "every:sqrt", "first:N" and "every:N" with a number of blocks, at least 1, for N.
     recompute = "auto"
     # Products of the frozen linear layers below an adapter, in training and its evaluations:
     # in `model.dtype`, or beside bf16 in fp8 (e4m3, a scale for each row), which is faster on

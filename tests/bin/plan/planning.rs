@@ -85,7 +85,9 @@ fn a_run_that_fits_nowhere_is_refused_with_what_would_fit() {
         more.extend(["--ranks", "2", "--dry-run"]);
         let planned = succeeded(&dir, &mut train(&dir, "out", &keys, &more));
         assert!(planned.contains(&format!("strategy {} ", figure.1)), "{hint}: {planned}");
-        assert_eq!(between(&planned, "memory of a step: ", " = "), figure.0, "{hint}");
+        // As few blocks are recomputed as the free memory demands, which differs between the runs.
+        let step = bytes(between(&planned, "memory of a step: ", " = "));
+        assert!((step / bytes(figure.0) - 1.0).abs() < 0.03, "{hint}: {planned}");
     }
 }
 

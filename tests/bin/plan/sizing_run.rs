@@ -89,6 +89,28 @@ fn storage_is_what_a_run_keeps() {
     by_hand(cost(&["checkpoint.save_steps=100", "checkpoint.keep_every=300"]), 5.0 * 12.0 + 4.0);
 }
 
+/// Of the values of `train.recompute`, "auto" takes the fastest one that fits: it uses what the
+/// memory holds.
+#[test]
+fn no_more_blocks_are_recomputed_than_the_memory_demands() {
+    let dir = shapes();
+    for (model, on, recipe, bytes, more) in [
+        ("7B", "A100-40GB", "lora", 40e9, "train.micro_batch_size=8"),
+        ("70B", "A100-80GB", "qlora", 80e9, "train.micro_batch_size=2"),
+        ("7B", "8xA100-40GB", "full", 40e9, "train.micro_batch_size=4"),
+    ] {
+        let args = ["--on", on, "--recipe", recipe, "--set", more];
+        let said = plan(&dir, model, &args);
+        let recompute = said["recompute"].as_str().unwrap();
+        assert!(recompute.starts_with("first:"), "{model} on {on}: {recompute}");
+        let used = number(&said["bytes"]);
+        assert!(said["fits"] == true && used >= 0.85 * bytes, "{model} on {on}: {used}");
+        let slower = plan(&dir, model, &[&args[..], &["--set", "train.recompute=block"]].concat());
+        assert!(number(&slower["time"]["total"]) > number(&said["time"]["total"]), "{model} on {on}");
+        assert!(number(&slower["bytes"]) < used, "{model} on {on}");
+    }
+}
+
 /// A forward takes a third of full training's operations, half of an adapter's, and somewhat more
 /// than a quarter of full training's with recomputing, which leaves out `down_proj` and the last
 /// block. Attention differs: its backward takes two and a half forwards.

@@ -1,5 +1,7 @@
 //! Closed lists of texts that recipe keys accept.
 
+pub use super::recompute::{BlockStorage, Recompute, StoredActivations};
+
 /// Declares a closed list of texts as an enum; the first is the default.
 macro_rules! choices {
     (
@@ -305,16 +307,6 @@ choices! {
         Skip = "skip",
         /// The run restores its newest checkpoint and continues with the rows after the bad step.
         Rollback = "rollback",
-    }
-}
-
-choices! {
-    /// Activation recomputation in the backward pass.
-    pub enum Recompute {
-        /// All activations are stored: fastest.
-        None = "none",
-        /// Only the input of each block is stored: least memory.
-        Block = "block",
     }
 }
 

@@ -19,7 +19,7 @@ use crate::model::{
 use crate::objectives::{ExpertLoad, LossSums, ObjectiveInput, ObjectiveOutput};
 use crate::ops::BlockPass;
 use crate::profile::op_table::RECOMPUTE;
-use crate::recipe::enums::Recompute;
+use crate::recipe::enums::BlockStorage;
 use crate::report::memory;
 use crate::runtime::device;
 use crate::runtime::rng::RngStream;
@@ -47,9 +47,12 @@ impl Stage {
         Some(layer + 1).filter(|next| self.blocks.contains(next))
     }
 
-    /// Returns the block that backward computes after `layer`.
-    fn before(&self, layer: usize) -> Option<usize> {
-        layer.checked_sub(1).filter(|next| self.blocks.contains(next))
+    /// Returns the block whose weights are used after the backward of `layer`: the one before it,
+    /// or the first of those that are recomputed for its backward. `earlier` are the blocks before
+    /// `layer`.
+    fn before(&self, layer: usize, earlier: &[Checkpointed]) -> Option<usize> {
+        let recomputed = earlier.iter().rev().take_while(|block| matches!(block, Checkpointed::Nothing));
+        layer.checked_sub(1 + recomputed.count()).filter(|next| self.blocks.contains(next))
     }
 }
 
@@ -99,6 +102,8 @@ pub struct ForwardState {
 enum Checkpointed {
     Saved(Box<BlockSaved>),
     Input(Tensor),
+    /// Its input comes from recomputing earlier blocks.
+    Nothing,
 }
 
 impl Engine {
@@ -129,22 +134,26 @@ impl Engine {
             let missing = || Error::internal("a stage without embedding got no hidden states");
             input.map(|input| (input.hidden, input.carried)).ok_or_else(missing)?
         };
+        let stored = step.recompute.stored(stage.blocks.len(), stage.has_head);
         let mut blocks = Vec::with_capacity(stage.blocks.len());
         for layer in stage.blocks.clone() {
             let _span = span(|| segment("forward", "block", layer));
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.after(layer))?;
             let forward = || model::forward(config, layer, &weights, &x, &context, &mut carried, None);
-            let (y, saved) = step.in_graph((self, layer, BlockPass::Forward), &weights, forward)?;
+            let (y, mut saved) = step.in_graph((self, layer, BlockPass::Forward), &weights, forward)?;
             self.trace_memory();
             if let Some(loads) = saved.expert_loads() {
                 experts.add_layer(&loads, batch.len());
             }
-            // The backward of the last block follows at once.
-            let is_last = stage.has_head && stage.after(layer).is_none();
-            blocks.push(match step.recompute {
-                Recompute::Block if !is_last => Checkpointed::Input(x),
-                Recompute::Block | Recompute::None => Checkpointed::Saved(Box::new(saved)),
+            let storage = stored.of(blocks.len());
+            if storage == BlockStorage::Products {
+                saved.drop_attended();
+            }
+            blocks.push(match storage {
+                BlockStorage::Results | BlockStorage::Products => Checkpointed::Saved(Box::new(saved)),
+                BlockStorage::Input => Checkpointed::Input(x),
+                BlockStorage::Nothing => Checkpointed::Nothing,
             });
             x = y;
             release.begin();
@@ -207,11 +216,19 @@ impl Engine {
         for layer in stage.blocks.clone().rev() {
             let _span = span(|| segment("backward", "block", layer));
             let mut release = ReleaseSpan::default();
-            let weights = store.block(layer, stage.before(layer))?;
             let Some(block_state) = state.blocks.pop() else { break };
+            let block_state = match block_state {
+                Checkpointed::Nothing => {
+                    let input =
+                        self.recompute_before(layer, &mut state.blocks, step, (&context, &state.carried));
+                    Checkpointed::Input(input?)
+                }
+                other => other,
+            };
+            let weights = store.block(layer, stage.before(layer, &state.blocks))?;
             let panels = match &block_state {
                 Checkpointed::Input(x) => weights.with_panels(x)?,
-                Checkpointed::Saved(_) => None,
+                Checkpointed::Saved(_) | Checkpointed::Nothing => None,
             };
             let block = panels.as_ref().unwrap_or(&weights);
             let saved = self.saved((layer, step), block_state, block, (&context, &state.carried))?;
@@ -250,12 +267,44 @@ impl Engine {
     ) -> Result<Box<BlockSaved>> {
         match checkpointed {
             Checkpointed::Saved(saved) => Ok(saved),
+            Checkpointed::Nothing => Err(Error::internal("a block without input was not recomputed")),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));
                 let recompute = || model::recompute(&self.config, layer, weights, &x, context, carried);
                 Ok(Box::new(step.in_graph((self, layer, BlockPass::Recompute), weights, recompute)?))
             }
         }
+    }
+
+    /// Computes the blocks before `layer` again from the last input that was kept, and keeps the
+    /// tensors that their backward needs. `earlier` are the blocks of the stage before `layer`.
+    /// Returns the input of `layer`.
+    fn recompute_before(
+        &self,
+        layer: usize,
+        earlier: &mut [Checkpointed],
+        step: MicroStep<'_>,
+        (context, carried): (&BlockContext<'_>, &Carried),
+    ) -> Result<Tensor> {
+        let missing = || Error::internal("no input of a block is kept");
+        let is_input = |block: &Checkpointed| matches!(block, Checkpointed::Input(_));
+        let start = earlier.iter().rposition(is_input).ok_or_else(missing)?;
+        let group = &mut earlier[start..];
+        let first = layer - group.len();
+        let Some(Checkpointed::Input(input)) = group.first() else { return Err(missing()) };
+        let mut x = input.clone();
+        for (block, stored) in (first..).zip(group) {
+            let _span = span(|| segment(RECOMPUTE, "block", block));
+            let mut release = ReleaseSpan::default();
+            let weights = self.store.block(block, Some(block + 1))?;
+            let again = || model::forward_again(&self.config, block, &weights, &x, context, carried);
+            let (y, saved) = step.in_graph((self, block, BlockPass::Recompute), &weights, again)?;
+            self.trace_memory();
+            *stored = Checkpointed::Saved(Box::new(saved));
+            x = y;
+            release.begin();
+        }
+        Ok(x)
     }
 
     /// Records the memory in use in a trace: that of the device, or of the process on a CPU.

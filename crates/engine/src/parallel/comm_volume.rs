@@ -8,6 +8,7 @@ use super::mesh_shape::{MeshAxis, MeshShape};
 use super::param_store::ParamStore;
 use super::placement::ShardingSpec;
 use crate::model::Segment;
+use crate::recipe::enums::StoredActivations;
 
 /// Trainable parameters with the same placement.
 #[derive(Debug, Clone, Copy)]
@@ -45,12 +46,13 @@ impl SentBytes {
         self.gathers + self.gradients + self.updates + self.scalars
     }
 
-    /// Computes the bytes of a step of `turns` micro-batches per rank on this `mesh`. `gathered`
-    /// has the bytes to gather by segment, `trained` the trainable parameters, whose gradients are
-    /// sent in `dtype`.
+    /// Computes the bytes of a step of `turns` micro-batches per rank on this `mesh`. `stored`
+    /// decides how often blocks are used, `gathered` has the bytes to gather by segment, `trained`
+    /// the trainable parameters, whose gradients are sent in `dtype`.
     pub fn of_step(
         mesh: MeshShape,
         turns: u64,
+        stored: &StoredActivations,
         gathered: impl Iterator<Item = (Segment, usize)>,
         trained: impl Iterator<Item = TrainedRun>,
         dtype: DType,
@@ -58,9 +60,9 @@ impl SentBytes {
         let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
         let world = shards * copies;
         let mut sent = SentBytes { calls: 2, ..SentBytes::default() };
-        // Blocks are gathered for forward and for backward, embedding and head are used once.
+        // Blocks are gathered for each use, embedding and head are used once.
         for (segment, bytes) in gathered {
-            let uses = if matches!(segment, Segment::Block(_)) { 2 } else { 1 };
+            let uses = if let Segment::Block(layer) = segment { stored.uses(layer) } else { 1 };
             sent.gathers += turns * uses * round(bytes, shards);
             sent.calls += turns * uses;
         }
@@ -100,14 +102,14 @@ fn round(bytes: usize, n: usize) -> u64 {
 
 impl ParamStore {
     /// Returns the bytes that this rank sends in a step of `turns` micro-batches per rank, the
-    /// step's scalars included.
-    pub fn sent_by_formula(&self, turns: u64) -> u64 {
+    /// step's scalars included. `stored` decides how often blocks are gathered.
+    pub fn sent_by_formula(&self, turns: u64, stored: &StoredActivations) -> u64 {
         let GradReduceOptions { dtype, .. } = self.reducing();
         let trained = self.trainable().map(|bucket| TrainedRun {
             spec: bucket.spec,
             elements: bucket.len,
             value_bytes: bucket.value.dtype().size_in_bytes(),
         });
-        SentBytes::of_step(self.mesh().shape(), turns, self.gathered_bytes(), trained, dtype).total()
+        SentBytes::of_step(self.mesh().shape(), turns, stored, self.gathered_bytes(), trained, dtype).total()
     }
 }

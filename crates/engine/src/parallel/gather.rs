@@ -158,7 +158,8 @@ impl GatherQueue {
         self.runs.iter().map(move |(segment, runs)| (*segment, of_all(runs)))
     }
 
-    /// Makes `segment` whole and starts to gather `next`. Returns the whole runs.
+    /// Makes `segment` whole and starts to gather `next`, unless both use the same memory. Returns
+    /// the whole runs.
     pub(super) fn hold(
         &self,
         mesh: &DeviceMesh,
@@ -179,7 +180,7 @@ impl GatherQueue {
             None => self.start(mesh, segment)?,
         };
         let held = now.map_or(Ok((Gathered::new(), GatheredMemory(None))), |now| self.finish(mesh, now))?;
-        if let Some(next) = next {
+        if let Some(next) = next.filter(|next| !shares_memory(segment, *next)) {
             *started = self.start(mesh, next)?;
         }
         Ok(held)
@@ -262,6 +263,11 @@ impl GatherQueue {
         }
         Ok((started.gathered, GatheredMemory(Some((self, started.segment, started.memory)))))
     }
+}
+
+/// Returns true if two blocks are gathered into the same memory.
+fn shares_memory(segment: Segment, other: Segment) -> bool {
+    matches!((segment, other), (Segment::Block(a), Segment::Block(b)) if a % 2 == b % 2)
 }
 
 /// Names a call on a segment: `values of block 3`, `gradients of head`.

@@ -294,6 +294,24 @@ fn forward_from(
     Ok((y, saved))
 }
 
+/// Computes a block again from its input `x: [N, D]` and the state after the forward, with the bits
+/// of [`forward`]. Returns the block's output and the tensors that its backward needs.
+///
+/// # Errors
+/// Shapes or dtypes do not match, or a tensor operation failed.
+pub fn forward_again(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    x: &Tensor,
+    context: &BlockContext<'_>,
+    carried: &Carried,
+) -> Result<(Tensor, BlockSaved)> {
+    let pass = LayerPass { config, layer, context, panels: None };
+    // The state stays as the forward has left it: keys and values that this block keeps are in it.
+    forward_from(pass, w, x, &mut carried.clone(), None)
+}
+
 /// Computes the tensors that the backward of a block needs from its input `x: [N, D]` and the state
 /// after the forward, with the bits of [`forward`]. Only a post norm reads the channel mixer's
 /// output; without this norm, its last product is not computed.
@@ -308,16 +326,13 @@ pub fn recompute(
     context: &BlockContext<'_>,
     carried: &Carried,
 ) -> Result<BlockSaved> {
-    let pass = LayerPass { config, layer, context, panels: None };
-    // The state stays as the forward has left it: keys and values that this block keeps are in it.
-    let mut carried = carried.clone();
     if w.channel_norms.after.is_some() || w.per_layer.is_some() {
-        return forward_from(pass, w, x, &mut carried, None).map(|(_, saved)| saved);
+        return forward_again(config, layer, w, x, context, carried).map(|(_, saved)| saved);
     }
     let mut release = ReleaseSpan::default();
     let panels = PanelsAhead::new(panels_of(w.products_of_recompute()), x);
-    let pass = LayerPass { panels: Some(&panels), ..pass };
-    let token = token_half(pass, w, x, (&mut carried, None))?;
+    let pass = LayerPass { config, layer, context, panels: Some(&panels) };
+    let token = token_half(pass, w, x, (&mut carried.clone(), None))?;
     let h = channel_input(pass, x, &token.y);
     let normed = w.channel_norms.input(config, h)?;
     let channel_mixer = w.channel_mixer.recompute(pass, &normed)?;

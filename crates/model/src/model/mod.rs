@@ -42,7 +42,7 @@ pub use block::{
     ExpertBalance, ExpertWeights, ExpertsWeights, GatedDeltaWeights, GatedMlpWeights, KeyValueCache,
     LatentUp, LatentWeights, LaurelWeights, MixerNorms, MlpAndExpertsWeights, PerLayerModelWeights,
     PerLayerWeights, PlainMlpWeights, SavedBytes, SharedExpertWeights, ShortConvWeights, StreamEnds,
-    TokenMixerWeights, XieluWeights, backward, forward, recompute,
+    TokenMixerWeights, XieluWeights, backward, forward, forward_again, recompute,
 };
 pub use block_part::XIELU;
 pub use block_part::{BlockPart, LinearGroup};

@@ -91,7 +91,10 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
         }
     };
     let (train, parallel) = (&recipe.train, &recipe.parallel);
-    let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
+    let blocks = matches!(
+        train.recompute,
+        AutoOr::Fixed(Recompute::None | Recompute::Selective | Recompute::First(_))
+    );
     let to_block: Apply = Box::new(|r, _| r.train.recompute = AutoOr::Fixed(Recompute::Block));
     push(blocks, MemoryTarget::Steps, set("train.recompute=block"), to_block);
     let floats = recipe.optimizer.state == StateDtype::F32;

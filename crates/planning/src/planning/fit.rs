@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use super::activation_memory::least_recompute;
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
 use super::cuda_graphs;
@@ -20,10 +21,12 @@ use crate::export::quantized::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
+use crate::model::ModelConfig;
 use crate::objectives;
 use crate::ops::matmul_fp8::Fp8Rows;
 use crate::optim::OptimizerOptions;
 use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy, SharedFrozen};
+use crate::recipe::enums::StoredActivations;
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
 use crate::report::memory::current_bytes;
 use crate::units;
@@ -103,8 +106,15 @@ pub struct PlannedStep {
     pub descs: Arc<[ParamDesc]>,
     /// Bytes that a rank sends.
     pub sent: SentBytes,
-    /// Bytes copied from the host to use every offloaded value once.
+    /// Bytes copied from the host in a micro-batch to use offloaded values.
     pub(crate) brought: u64,
+}
+
+impl PlannedStep {
+    /// Returns the tensors that forward keeps of each block.
+    pub(crate) fn stored(&self, config: &ModelConfig) -> StoredActivations {
+        self.fit.recompute.stored(config.num_layers(), true)
+    }
 }
 
 impl StepInputs<'_> {
@@ -173,16 +183,20 @@ impl StepInputs<'_> {
         let Some((kind, why)) = picked else { return Ok(None) };
         let recompute = match (recipe.train.recompute, budget) {
             (AutoOr::Fixed(chosen), _) => chosen,
-            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.required() > bytes => {
-                Recompute::Block
-            }
-            (AutoOr::Auto, _) => Recompute::None,
+            (AutoOr::Auto, Some(bytes)) => least_recompute(self.base.config.num_layers(), |recompute| {
+                let memory = needed(kind, recompute)?;
+                // A few blocks more leave the memory in which a run is faster.
+                let is_part = matches!(recompute, Recompute::First(_));
+                Ok(if is_part { memory.total() } else { memory.required() } <= bytes)
+            })?,
+            (AutoOr::Auto, None) => Recompute::None,
         };
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute)? };
         let fit = ParallelDecision { strategy: kind, why, recompute, memory };
         let options = how(recipe, &engine, kind, world.all)?;
-        let sent = traffic::sent(&descs, &options, recipe)?;
-        let brought = traffic::brought(&descs, &options)?;
+        let stored = recompute.stored(self.base.config.num_layers(), true);
+        let sent = traffic::sent(&descs, &options, recipe, &stored)?;
+        let brought = traffic::brought(&descs, &options, &stored)?;
         Ok(Some(PlannedStep { fit, mesh: options.mesh, descs, sent, brought }))
     }
 

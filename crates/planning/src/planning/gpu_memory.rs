@@ -5,17 +5,17 @@ use std::collections::{HashMap, HashSet};
 
 use candle_core::DType;
 
+use super::activation_memory::ActivationMemory;
 use super::cuda_graphs::held_bytes;
 use super::fp8_weights::Fp8Weights;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{
-    BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, SavedBytes, TokenMixer, Values, WeightShape,
+    BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, TokenMixer, Values, WeightShape,
 };
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::ops::matmul_fp8::Fp8Rows;
 use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
-use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
@@ -35,8 +35,10 @@ pub(super) struct GpuStep<'a> {
     tokens: usize,
     /// Bytes of one activation value.
     size: usize,
-    /// The blocks, each distinct one once, with the number of the last one like it.
-    blocks: Vec<(BlockShape, usize)>,
+    /// The distinct shapes of blocks.
+    shapes: Vec<BlockShape>,
+    /// The shape of each block.
+    shape_of: Vec<usize>,
     /// False if the weights of the blocks train, so that their gradients need the outputs' last.
     has_adapter: bool,
     has_dora: bool,
@@ -145,18 +147,19 @@ impl<'a> GpuStep<'a> {
                 per_layer_input: config.blocks[block].per_layer_input.map_or(0, |input| input.width),
             }
         };
-        let mut blocks: Vec<(BlockShape, usize)> = Vec::new();
-        for (number, block) in (0..config.num_layers()).map(shape).enumerate() {
-            match blocks.iter_mut().find(|(known, _)| *known == block) {
-                Some((_, last)) => *last = number,
-                None => blocks.push((block, number)),
+        let (mut shapes, mut shape_of) = (Vec::new(), Vec::new());
+        for block in (0..config.num_layers()).map(shape) {
+            shape_of.push(shapes.iter().position(|known| *known == block).unwrap_or(shapes.len()));
+            if shape_of.last() == Some(&shapes.len()) {
+                shapes.push(block);
             }
         }
         GpuStep {
             config,
             tokens,
             size: dtype.size_in_bytes(),
-            blocks,
+            shapes,
+            shape_of,
             has_adapter: adapter_setup.is_some(),
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
@@ -174,32 +177,33 @@ impl<'a> GpuStep<'a> {
 
     /// Returns the peak bytes beside the kept activations, which are the same during the loss and
     /// the backward of a block. The backward of the last block reuses the buffers of the loss, so
-    /// only the larger of the two counts. `saved` are the bytes that each block keeps.
-    pub(super) fn workspace(&self, recompute: Recompute, saved: &[SavedBytes]) -> Workspace {
-        let [all, required] = [true, false].map(|ahead| self.peak(recompute, saved, ahead));
+    /// only the larger of the two counts.
+    pub(super) fn workspace(&self, activations: &ActivationMemory<'_>) -> Workspace {
+        let [all, required] = [true, false].map(|ahead| self.peak(activations, ahead));
         Workspace { all, required }
     }
 
     /// Returns the peak with or without panels that are made ahead and results that graphs hold.
-    fn peak(&self, recompute: Recompute, saved: &[SavedBytes], is_all: bool) -> u64 {
+    fn peak(&self, activations: &ActivationMemory<'_>, is_all: bool) -> u64 {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
-        let keeps_panels = recompute == Recompute::Block && self.in_bf16;
-        // The backward of the last block of a shape has freed what later blocks kept.
-        let freed = |last: usize| match recompute {
-            Recompute::None => saved.iter().skip(last + 1).map(|bytes| bytes.input + bytes.rest).sum(),
-            Recompute::Block => 0,
-        };
-        let of_block = |(shape, last): &(BlockShape, usize)| {
+        // The last block of each shape that keeps panels or not: later ones have freed least.
+        let mut last: HashMap<(usize, bool), usize> = HashMap::new();
+        for (layer, shape) in self.shape_of.iter().enumerate() {
+            let keeps_panels = self.in_bf16 && activations.blocks().ends_group(layer);
+            last.insert((*shape, keeps_panels), layer);
+        }
+        let of_block = |(&(shape, keeps_panels), &layer): (&(usize, bool), &usize)| {
+            let shape = &self.shapes[shape];
             let has_graph = self.has_graphs && shape.launches_alone;
             let has_panels_ahead = is_all && !has_graph;
             let temporaries = BlockStep { step: self, shape, keeps_panels, has_panels_ahead }.temporaries();
             let widths = shape.layers.iter().map(|layer| layer.out + layer.inputs).sum();
             let held = if has_graph && is_all { held_bytes(self.rows(widths)) } else { 0 };
-            (temporaries + held).saturating_sub(freed(*last) as u64)
+            (temporaries + held).saturating_sub(activations.freed(layer) as u64)
         };
-        let temporaries = self.blocks.iter().map(of_block).max().unwrap_or(0);
+        let temporaries = last.iter().map(of_block).max().unwrap_or(0);
         GEMM_WORKSPACE as u64 + loss.max(temporaries)
     }
 

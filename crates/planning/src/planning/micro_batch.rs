@@ -2,13 +2,13 @@
 //!
 //! The rows of a step are fixed: `gradient_accumulation_steps` on each rank. Every split gives the
 //! same loss and gradients, so the memory of a machine does not affect the result. finetune picks
-//! the largest micro-batch whose step fits without more recomputing than single rows need. It does
+//! the largest micro-batch whose step fits, without recomputing if single rows need none. It does
 //! not exceed [`USEFUL_TOKENS`]: beyond them, products gain no speed.
 
 use super::fit::{ParallelDecision, StepInputs, widest_micro_batch};
 use super::parallel::WorldSize;
 use crate::error::Result;
-use crate::recipe::{AutoOr, Recipe};
+use crate::recipe::{AutoOr, Recipe, Recompute};
 
 /// Tokens of a micro-batch above which a larger one is no faster, on a processor and on a GPU. A
 /// product reads a weight once for all tokens: with 2,048, a processor does 2,000 multiplications
@@ -45,9 +45,10 @@ impl StepInputs<'_> {
                 break;
             }
             let Some(fit) = self.fit(&split, world)? else { break };
-            let same = single
-                .as_ref()
-                .is_some_and(|one| (one.strategy, one.recompute) == (fit.strategy, fit.recompute));
+            let alike = |one: &ParallelDecision| {
+                one.strategy == fit.strategy && amount(one.recompute) == amount(fit.recompute)
+            };
+            let same = single.as_ref().is_some_and(alike);
             if !same || !fits(&fit) {
                 break;
             }
@@ -55,5 +56,14 @@ impl StepInputs<'_> {
         }
         *recipe = best;
         Ok(())
+    }
+}
+
+/// Returns the passes over blocks that backward recomputes: none, one, or runs of blocks.
+fn amount(recompute: Recompute) -> u8 {
+    match recompute {
+        Recompute::None => 0,
+        Recompute::Selective | Recompute::First(_) | Recompute::Block => 1,
+        Recompute::Every(_) | Recompute::EverySqrt => 2,
     }
 }

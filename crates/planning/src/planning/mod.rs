@@ -3,6 +3,7 @@
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]:
 //! - `resolve` finds files and decides open keys; `parallel` and `fit` choose strategy and
 //!   recomputing by the memory that `memory` estimates;
+//! - `activation_memory` counts what forward keeps, and finds the least recomputing that fits;
 //! - `loss_path` describes how the loss uses the output layer, `micro_batch` decides the size of
 //!   micro-batches;
 //! - `run_params` lists parameters, `written_bytes` counts the bytes that a run writes;
@@ -14,6 +15,7 @@
 //! The planner refuses keys that contradict one another or the machine before any weight is read.
 //! Module `training` runs a plan. [`sizing`] estimates runs on hardware other than this machine.
 
+mod activation_memory;
 mod bf16_copy;
 mod carried;
 mod changes;

@@ -8,12 +8,18 @@ use crate::error::Result;
 use crate::model::Segment;
 use crate::parallel::{ParamDesc, SentBytes, TrainedRun};
 use crate::recipe::Recipe;
+use crate::recipe::enums::StoredActivations;
 
 /// Returns the bytes that a rank sends in a step of `recipe`. Padding of buckets is not counted.
 ///
 /// # Errors
 /// The ranks that split a parameter do not divide it.
-pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Recipe) -> Result<SentBytes> {
+pub(super) fn sent(
+    descs: &[ParamDesc],
+    options: &MemoryOptions<'_>,
+    recipe: &Recipe,
+    stored: &StoredActivations,
+) -> Result<SentBytes> {
     let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
     // The trained parameters of a segment form one bucket, but for the table of per-layer inputs.
     let mut trained: BTreeMap<(Segment, bool, usize), TrainedRun> = BTreeMap::new();
@@ -31,14 +37,21 @@ pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Re
         }
     }
     let (turns, dtype) = (recipe.train.accumulation() as u64, reduce_dtype(&recipe.parallel));
-    Ok(SentBytes::of_step(options.mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
+    Ok(SentBytes::of_step(options.mesh, turns, stored, gathered.into_iter(), trained.into_values(), dtype))
 }
 
-/// Returns the bytes of all offloaded values, in host memory or in a file.
+/// Returns the bytes of offloaded values, in host memory or in a file, that a micro-batch copies to
+/// the device: those of blocks for each use, those of embedding and head twice.
 ///
 /// # Errors
 /// Those of [`sent`].
-pub(super) fn brought(descs: &[ParamDesc], options: &MemoryOptions<'_>) -> Result<u64> {
+pub(super) fn brought(
+    descs: &[ParamDesc],
+    options: &MemoryOptions<'_>,
+    stored: &StoredActivations,
+) -> Result<u64> {
     let away = descs.iter().filter(|desc| options.offload.has_values(desc.kind.role()));
-    away.map(|desc| Ok(weight_bytes(desc, options)?.0)).sum()
+    let uses =
+        |desc: &ParamDesc| if let Segment::Block(layer) = desc.segment { stored.uses(layer) } else { 2 };
+    away.map(|desc| Ok(uses(desc) * weight_bytes(desc, options)?.0)).sum()
 }

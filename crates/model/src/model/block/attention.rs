@@ -58,20 +58,25 @@ pub(super) struct AttentionSaved {
     qkv: Tensor,
     /// The logits of the gates on the output, `[N, H head_dim]`.
     gates: Option<Tensor>,
-    attended: AttentionOutput,
+    /// The results of attention; none if backward computes them again.
+    pub(super) attended: Option<AttentionOutput>,
     lora_qkv: LoraSaved,
     lora_o: LoraSaved,
 }
 
 impl AttentionSaved {
+    /// The names of the results of attention.
+    pub(super) const ATTENDED: [&str; 2] = ["attention's output", "its log-sum-exps"];
+
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     pub(super) fn parts(mixer: &AttentionMixer, tokens: usize, dtype: DType) -> Vec<(&'static str, usize)> {
         let heads = mixer.heads;
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
+        let [output, sums] = Self::ATTENDED;
         let mut parts = vec![
             ("q, k and v", rows(mixer.projected_heads().qkv_width())),
-            ("attention's output", rows(heads.q_width())),
-            ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
+            (output, rows(heads.q_width())),
+            (sums, tokens * heads.num_heads * DType::F32.size_in_bytes()),
         ];
         parts.extend(mixer.has_gates.then(|| ("gates of attention", rows(heads.q_width()))));
         parts
@@ -80,8 +85,10 @@ impl AttentionSaved {
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let AttentionSaved { qkv, gates, attended: AttentionOutput { out, lse }, lora_qkv, lora_o } = self;
-        [qkv, out, lse].into_iter().chain(gates).chain(lora_qkv.tensors()).chain(lora_o.tensors()).collect()
+        let AttentionSaved { qkv, gates, attended, lora_qkv, lora_o } = self;
+        let attended = attended.iter().flat_map(|AttentionOutput { out, lse }| [out, lse]);
+        let loras = lora_qkv.tensors().into_iter().chain(lora_o.tensors());
+        std::iter::once(qkv).chain(attended).chain(gates).chain(loras).collect()
     }
 }
 
@@ -156,7 +163,7 @@ impl AttentionWeights {
             Some(gates) => glu(&Tensor::cat(&[gates, &attended.out], 1)?, Activation::Sigmoid)?,
         };
         let (y, lora_o) = linear::forward(&self.o, &gated, residual, pass.branch())?;
-        Ok((y, AttentionSaved { qkv, gates, attended, lora_qkv, lora_o }))
+        Ok((y, AttentionSaved { qkv, gates, attended: Some(attended), lora_qkv, lora_o }))
     }
 
     /// Attends with the queries, keys and values in `qkv: [N, (H + 2K) head_dim]`, before their
@@ -459,14 +466,18 @@ impl AttentionWeights {
         let (heads, branch) = (self.mixer.heads, pass.branch());
         let (dgated, pending) = linear::backward(&self.o, &saved.lora_o, &dout, branch)?;
         drop(dout);
+        let attended = match &saved.attended {
+            Some(attended) => attended.clone(),
+            None => self.attend(pass, &saved.qkv, None, &mut state.carried.clone())?,
+        };
         let (dattended, dgates) = match &saved.gates {
             None => {
-                pending.add(&saved.attended.out)?;
+                pending.add(&attended.out)?;
                 (dgated, None)
             }
             Some(gates) => {
                 let dgated = TensorMut::new(dgated);
-                let inputs = Tensor::cat(&[gates, &saved.attended.out], 1)?;
+                let inputs = Tensor::cat(&[gates, &attended.out], 1)?;
                 let d = glu_backward(&inputs, &dgated, Activation::Sigmoid)?;
                 drop(inputs);
                 // The gated output takes the place of its gradient.
@@ -477,7 +488,7 @@ impl AttentionWeights {
                 (half(q..2 * q)?, Some(half(0..q)?))
             }
         };
-        let dqkv = self.attend_backward(pass, &saved.qkv, &saved.attended, dattended, state)?;
+        let dqkv = self.attend_backward(pass, &saved.qkv, &attended, dattended, state)?;
         let dqkv = match dgates {
             None => dqkv,
             Some(dgates) => {

@@ -8,6 +8,7 @@
 //! Convolution and state begin anew at every sequence of the batch. Backward recomputes the
 //! convolution and the norm; the recurrence keeps one state per chunk of tokens.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
@@ -17,6 +18,7 @@ use crate::error::Result;
 use crate::model::Param;
 use crate::model::composition::DeltaMixer;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
+use crate::ops::attention::Span;
 use crate::ops::causal_conv::{ConvWeight, causal_conv, causal_conv_backward};
 use crate::ops::gated_delta::{
     CHUNK, DeltaHeads, DeltaInputs, DeltaOutput, DeltaParamGrads, gated_delta, gated_delta_backward,
@@ -50,29 +52,35 @@ pub struct GatedDeltaWeights {
 #[derive(Debug, Clone)]
 pub(super) struct GatedDeltaSaved {
     projected: Tensor,
-    delta: DeltaOutput,
+    /// The results of the delta rule; none if backward computes them again.
+    pub(super) delta: Option<DeltaOutput>,
     lora_input: LoraSaved,
     lora_out: LoraSaved,
 }
 
 impl GatedDeltaSaved {
+    /// The names of the results of the delta rule.
+    pub(super) const ATTENDED: [&str; 2] = ["output of Gated DeltaNet", "states of Gated DeltaNet"];
+
     /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     /// A sequence keeps the state before each chunk but its first, so shorter sequences keep less.
     pub(super) fn parts(mixer: &DeltaMixer, tokens: usize, dtype: DType) -> [(&'static str, usize); 3] {
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
+        let [output, states] = Self::ATTENDED;
         [
             ("inputs of Gated DeltaNet", rows(mixer.input_width())),
-            ("output of Gated DeltaNet", rows(mixer.heads.value_width())),
-            ("states of Gated DeltaNet", tokens / CHUNK * state_bytes(mixer.heads)),
+            (output, rows(mixer.heads.value_width())),
+            (states, tokens / CHUNK * state_bytes(mixer.heads)),
         ]
     }
 
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let GatedDeltaSaved { projected, delta: DeltaOutput { out, states }, lora_input, lora_out } = self;
+        let GatedDeltaSaved { projected, delta, lora_input, lora_out } = self;
+        let delta = delta.iter().flat_map(|DeltaOutput { out, states }| [out, states]);
         let loras = lora_input.tensors().into_iter().chain(lora_out.tensors());
-        [projected, out, states].into_iter().chain(loras).collect()
+        std::iter::once(projected).chain(delta).chain(loras).collect()
     }
 }
 
@@ -191,15 +199,19 @@ impl GatedDeltaWeights {
             projected = columns_of(&projected, &KeyHeadOrder::new(self.mixer.heads).to_parts)?;
         }
         let spans = pass.spans(state.is_some(), x.dim(0)?);
-        let columns = InputColumns::new(self.mixer.heads);
-        let conv_state = state.as_ref().map(|state| &state.conv);
-        let qkv = causal_conv(view(&projected, columns.qkv), self.conv(), &spans, conv_state)?;
-        let inputs = self.inputs(&projected, &qkv);
-        let delta = gated_delta(inputs, self.mixer.heads, &spans, state.as_ref().map(|state| &state.heads))?;
-        drop(qkv);
+        let delta = self.delta(&projected, &spans, state.as_deref())?;
         let normed = self.normed(pass, &projected, &delta)?;
         let (y, lora_out) = linear::forward(&self.out, &normed, residual, pass.branch())?;
-        Ok((y, GatedDeltaSaved { projected, delta, lora_input, lora_out }))
+        Ok((y, GatedDeltaSaved { projected, delta: Some(delta), lora_input, lora_out }))
+    }
+
+    /// Convolves the projected inputs and applies the delta rule to them.
+    fn delta(&self, projected: &Tensor, spans: &[Span], state: Option<&DeltaState>) -> Result<DeltaOutput> {
+        let columns = InputColumns::new(self.mixer.heads);
+        let conv_state = state.map(|state| &state.conv);
+        let qkv = causal_conv(view(projected, columns.qkv), self.conv(), spans, conv_state)?;
+        let inputs = self.inputs(projected, &qkv);
+        gated_delta(inputs, self.mixer.heads, spans, state.map(|state| &state.heads))
     }
 
     fn conv(&self) -> ConvWeight<'_> {
@@ -232,13 +244,17 @@ impl GatedDeltaWeights {
         saved: &GatedDeltaSaved,
         MixerBackward { dout, need_dx }: MixerBackward,
     ) -> Result<MixerGradients<'_>> {
-        let (branch, GatedDeltaSaved { projected, delta, .. }) = (pass.branch(), saved);
+        let (branch, projected) = (pass.branch(), &saved.projected);
         let (dnormed, pending) = linear::backward(&self.out, &saved.lora_out, &dout, branch)?;
+        let delta = match &saved.delta {
+            Some(delta) => Cow::Borrowed(delta),
+            None => Cow::Owned(self.delta(projected, pass.context.spans, None)?),
+        };
         if pending.reads_input() {
-            pending.add(&self.normed(pass, projected, delta)?)?;
+            pending.add(&self.normed(pass, projected, &delta)?)?;
         }
         drop(dout);
-        let mut dprojected = self.backward_inside(pass, saved, dnormed)?;
+        let mut dprojected = self.backward_inside(pass, projected, &delta, dnormed)?;
         if self.mixer.by_key_head {
             dprojected = columns_of(&dprojected, &KeyHeadOrder::new(self.mixer.heads).to_heads)?;
         }
@@ -251,7 +267,8 @@ impl GatedDeltaWeights {
     fn backward_inside(
         &self,
         pass: LayerPass<'_>,
-        GatedDeltaSaved { projected, delta, .. }: &GatedDeltaSaved,
+        projected: &Tensor,
+        delta: &DeltaOutput,
         dnormed: Tensor,
     ) -> Result<Tensor> {
         let (spans, columns) = (pass.context.spans, InputColumns::new(self.mixer.heads));

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::attention::{AttentionWeights, KeyValueCache};
+use super::attention::{AttentionSaved, AttentionWeights, KeyValueCache};
 use super::carried::{Carried, CarriedBackward};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
@@ -60,7 +60,8 @@ pub(super) struct LatentSaved {
     q: Option<Tensor>,
     /// Keys and values, `[N, H (plain + value)]`.
     kv: Tensor,
-    attended: AttentionOutput,
+    /// The results of attention; none if backward computes them again.
+    pub(super) attended: Option<AttentionOutput>,
     lora_first: LoraSaved,
     lora_q: Option<LoraSaved>,
     lora_kv: LoraSaved,
@@ -72,11 +73,12 @@ impl LatentSaved {
     pub(super) fn parts(mixer: &LatentMixer, tokens: usize, dtype: DType) -> Vec<(&'static str, usize)> {
         let (heads, columns) = (mixer.attention.heads, LatentColumns::new(mixer));
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
+        let [output, sums] = AttentionSaved::ATTENDED;
         let mut parts = vec![
             ("latents of attention", rows(columns.first())),
             ("keys and values", rows(columns.kv)),
-            ("attention's output", rows(heads.q_width())),
-            ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
+            (output, rows(heads.q_width())),
+            (sums, tokens * heads.num_heads * DType::F32.size_in_bytes()),
         ];
         parts.extend(mixer.q_rank.map(|_| ("queries", rows(columns.q))));
         parts
@@ -85,10 +87,10 @@ impl LatentSaved {
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let AttentionOutput { out, lse } = &self.attended;
+        let attended = self.attended.iter().flat_map(|AttentionOutput { out, lse }| [out, lse]);
         let loras = [&self.lora_first, &self.lora_kv, &self.lora_o].into_iter().chain(&self.lora_q);
         let loras = loras.flat_map(LoraSaved::tensors);
-        [&self.first, &self.kv, out, lse].into_iter().chain(&self.q).chain(loras).collect()
+        [&self.first, &self.kv].into_iter().chain(attended).chain(&self.q).chain(loras).collect()
     }
 }
 
@@ -259,6 +261,7 @@ impl LatentWeights {
         drop(qkv);
         let out = columns.without_zeros(&attended.out)?;
         let (y, lora_o) = linear::forward(&self.attention.o, &out, residual, pass.branch())?;
+        let attended = Some(attended);
         Ok((y, LatentSaved { first, q, kv, attended, lora_first, lora_q, lora_kv, lora_o }))
     }
 
@@ -274,13 +277,17 @@ impl LatentWeights {
         let (branch, columns) = (pass.branch(), LatentColumns::new(&self.mixer));
         let (dattended, pending) = linear::backward(&self.attention.o, &saved.lora_o, &dout, branch)?;
         drop(dout);
+        let qkv = || columns.assembled(&saved.first, saved.q.as_ref(), &saved.kv);
+        let attended = match &saved.attended {
+            Some(attended) => attended.clone(),
+            None => self.attention.attend(pass, &qkv()?, None, &mut state.carried.clone())?,
+        };
         if pending.reads_input() {
-            pending.add(&columns.without_zeros(&saved.attended.out)?)?;
+            pending.add(&columns.without_zeros(&attended.out)?)?;
         }
         let dattended = columns.with_zeros(dattended)?;
-        let qkv = columns.assembled(&saved.first, saved.q.as_ref(), &saved.kv)?;
-        let dqkv =
-            self.attention.attend_backward(pass, &qkv, &saved.attended, dattended, state)?.into_tensor();
+        let qkv = qkv()?;
+        let dqkv = self.attention.attend_backward(pass, &qkv, &attended, dattended, state)?.into_tensor();
         drop(qkv);
         let [dq, dkv, dshared] = columns.parted(&dqkv)?;
         drop(dqkv);

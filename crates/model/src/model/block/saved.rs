@@ -35,6 +35,8 @@ pub struct SavedBytes {
     pub input: usize,
     /// Bytes of all other tensors.
     pub rest: usize,
+    /// The part of `rest` that [`BlockSaved::drop_attended`] drops.
+    pub attended: usize,
 }
 
 impl BlockSaved {
@@ -50,7 +52,15 @@ impl BlockSaved {
         let parts = Self::parts(config, layer, tokens, dtype, adapter);
         let (input, rest) = parts.split_at(1);
         let sum = |parts: &[(&str, usize)]| parts.iter().map(|(_, bytes)| bytes).sum();
-        SavedBytes { input: sum(input), rest: sum(rest) }
+        let attended = rest.iter().filter(|(name, _)| TokenMixerSaved::is_attended(name));
+        let attended = attended.map(|(_, bytes)| bytes).sum();
+        SavedBytes { input: sum(input), rest: sum(rest), attended }
+    }
+
+    /// Drops the results of attention and of the delta rule, which are no products. Backward
+    /// computes them again, with the same bits.
+    pub fn drop_attended(&mut self) {
+        self.token_mixer.drop_attended();
     }
 
     /// Returns the number of tokens that chose each expert of the block; `None` without experts.

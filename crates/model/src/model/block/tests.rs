@@ -241,11 +241,14 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
                     let blocks = forward_of(&config, &params, attention, (AdapterSwitch::On, dropout))?;
                     for (layer, saved) in blocks.iter().enumerate() {
                         let case = format!("{case}, block {layer} {dropout:?}");
-                        let SavedBytes { input, rest } =
+                        let SavedBytes { input, rest, attended } =
                             BlockSaved::bytes(&config, layer, TOKENS, dtype, adapter);
                         // Under recompute only the block's input is kept.
                         assert_eq!(memory_of([&saved.x]), input, "{case}");
                         assert_eq!(memory_of(saved.tensors()), input + rest, "{case}");
+                        let mut products = saved.clone();
+                        products.drop_attended();
+                        assert_eq!(memory_of(products.tensors()), input + rest - attended, "{case}");
                     }
                 }
                 let off = forward_of(&config, &params, attention, (AdapterSwitch::Off, Some(dropout)))?;

@@ -148,6 +148,21 @@ impl TokenMixerSaved {
         }
     }
 
+    /// Returns whether [`TokenMixerSaved::drop_attended`] drops the tensor of this name.
+    pub(super) fn is_attended(name: &str) -> bool {
+        AttentionSaved::ATTENDED.contains(&name) || GatedDeltaSaved::ATTENDED.contains(&name)
+    }
+
+    /// Drops the results of attention and of the delta rule.
+    pub(super) fn drop_attended(&mut self) {
+        match self {
+            TokenMixerSaved::Attention(attention) => attention.attended = None,
+            TokenMixerSaved::Latent(latent) => latent.attended = None,
+            TokenMixerSaved::GatedDelta(delta) => delta.delta = None,
+            TokenMixerSaved::ShortConv(_) => {}
+        }
+    }
+
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {

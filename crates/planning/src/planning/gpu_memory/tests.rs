@@ -1,6 +1,13 @@
 use super::*;
 use crate::error::Result;
-use crate::recipe::{AdapterKind, AdapterSection, TargetModules};
+use crate::model::SavedBytes;
+use crate::recipe::{AdapterKind, AdapterSection, Recompute, TargetModules};
+
+/// Returns the workspace of a step beside blocks that keep nothing.
+fn workspace_of(step: &GpuStep<'_>, recompute: Recompute) -> Workspace {
+    let saved = vec![SavedBytes::default(); step.shape_of.len()];
+    step.workspace(&ActivationMemory::new(&saved, recompute))
+}
 
 /// DoRA dequantizes one matrix at a time, other products all matrices of their group. Its norms
 /// take no memory of a matrix's size.
@@ -26,7 +33,7 @@ fn the_block_that_needs_most_counts() -> Result<()> {
         let adapter = (!dora.is_empty()).then(adapter).transpose()?;
         let of_token = (1, DType::F32);
         let step = GpuStep::new(&config, quantized, adapter.as_ref(), of_token, Fp8Weights::default());
-        Ok(step.workspace(Recompute::None, &[]).all)
+        Ok(workspace_of(&step, Recompute::None).all)
     };
     let plain = workspace(&quantized, &[])?;
     assert!(workspace(&quantized, &[0, 1, 2])? < plain);
@@ -52,7 +59,7 @@ fn adapters_with_one_input_copy_their_a() -> Result<()> {
         let adapter = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
         let of_batch = (tokens, DType::BF16);
         let step = GpuStep::new(&config, &none, Some(&adapter), of_batch, Fp8Weights::default());
-        Ok(step.workspace(Recompute::None, &[]).all - GEMM_WORKSPACE as u64)
+        Ok(workspace_of(&step, Recompute::None).all - GEMM_WORKSPACE as u64)
     };
     let (through, rank) = (tokens * (2 * 64 + 2 * 16) * 2, 2 * 64);
     let (a, du, da) = (rank * 16 * 2, tokens * rank * 2, rank * 16 * 4);
@@ -66,16 +73,16 @@ fn the_panel_of_down_proj_is_kept_before_a_norm_of_its_output() -> Result<()> {
     let workspace = |family: &str, recompute| -> Result<u64> {
         let text = format!(
             r#"{{"model_type": "{family}", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 64,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}}"#
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}}"#
         );
         let config = ModelConfig::from_json(&text, "config.json")?;
         let layout = BlockLayout::new(&config, 0);
-        let names: Vec<String> =
-            layout.linears().map(|module| format!("{}.weight", module.name_in(0))).collect();
+        let names = |block| layout.linears().map(move |module| format!("{}.weight", module.name_in(block)));
+        let names: Vec<String> = names(0).chain(names(1)).collect();
         let quantized = names.iter().map(String::as_str).collect();
         let of_batch = (1000, DType::BF16);
         let step = GpuStep::new(&config, &quantized, None, of_batch, Fp8Weights::default());
-        Ok(step.workspace(recompute, &[]).all)
+        Ok(workspace_of(&step, recompute).all)
     };
     let panel = (64 * 16 * 2) as u64;
     let [gemma, llama] = ["gemma2", "llama"].map(|family| workspace(family, Recompute::Block));
@@ -98,7 +105,7 @@ fn panels_ahead_are_those_of_the_products_in_their_order() -> Result<()> {
         let names: Vec<String> = quantized.map(|module| format!("{}.weight", module.name_in(0))).collect();
         let names = names.iter().map(String::as_str).collect();
         let step = GpuStep::new(&config, &names, None, (0, DType::BF16), Fp8Weights::default());
-        let Workspace { all, required } = step.workspace(Recompute::None, &[]);
+        let Workspace { all, required } = workspace_of(&step, Recompute::None);
         Ok([all, required].map(|bytes| bytes - GEMM_WORKSPACE as u64))
     };
     let bytes = |out: usize, inputs: usize| (2 * out * inputs) as u64;

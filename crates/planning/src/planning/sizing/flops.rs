@@ -3,11 +3,12 @@
 //! ```text
 //! full                   6 (N + H) + 3.5 A
 //! LoRA                   4 (N + H) + 6 L + 3.5 A
-//! recompute of blocks    + 2 N' + 2 L' + A'
+//! recompute              + 2 N' + 2 L' + A'
 //! ```
 //!
-//! The primes leave out the last block, which is not recomputed. If neither a norm nor DoRA reads
-//! the output of a `down_proj`, they also leave out its weights and the B of its adapter.
+//! The primes count the blocks that are recomputed, which the last one never is, and for attention
+//! those of "selective" too. If nothing reads the output of a `down_proj` in recomputing (no norm,
+//! no DoRA, no later block), they leave out its weights and the B of its adapter.
 //!
 //! N are the weights of the blocks' linear layers (of experts, those of a token), H those of the
 //! output layer (6 H if an adapter's
@@ -16,13 +17,13 @@
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
 //! times forward (Dao, arXiv 2307.08691).
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, TokenMixer, WeightShape};
 use crate::objectives::ObjectiveCost;
 use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
-use crate::recipe::Recompute;
+use crate::recipe::enums::{BlockStorage, StoredActivations};
 
 /// Operations of a product per weight and token: a multiplication and an addition.
 const PRODUCT: f64 = 2.0;
@@ -64,13 +65,14 @@ pub struct TrainedWeights {
 }
 
 impl TrainedWeights {
-    /// Describes the trained weights among the parameters `descs`.
-    pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
+    /// Describes the trained weights among the parameters `descs`. `stored` decides which blocks
+    /// are recomputed.
+    pub fn of(config: &ModelConfig, descs: &[ParamDesc], stored: &StoredActivations) -> Self {
         let is_frozen = |kind: ParamKind| !kind.trains() && !matches!(kind, ParamKind::Buffer { .. });
         let frozen = descs.iter().any(|desc| is_frozen(desc.kind));
         TrainedWeights {
             branches: frozen.then(|| adapter_weights(config, descs, |_| true)),
-            recomputed: recomputed_weights(config, descs),
+            recomputed: recomputed_weights(config, descs, stored),
             loss_path: LossPath::of(config, descs),
         }
     }
@@ -79,7 +81,7 @@ impl TrainedWeights {
 impl TokenFlops {
     /// Counts the operations of a token in a row of `row` tokens. A token sees half of the row, or
     /// its window.
-    pub fn new(config: &ModelConfig, trained: TrainedWeights, row: f64, recompute: Recompute) -> Self {
+    pub fn new(config: &ModelConfig, trained: TrainedWeights, row: f64, stored: &StoredActivations) -> Self {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
         let attention = attention_forward(config, row).sum::<f64>();
@@ -88,13 +90,9 @@ impl TokenFlops {
         let of_blocks = products(branches.is_none());
         let branches = branches.unwrap_or(0) as f64;
         let of_blocks_forward = PRODUCT * (linear + branches) + attention;
-        let recomputed = match recompute {
-            Recompute::None => 0.0,
-            Recompute::Block => {
-                let layers = config.num_layers().saturating_sub(1);
-                PRODUCT * recomputed as f64 + attention_forward(config, row).take(layers).sum::<f64>()
-            }
-        };
+        let attends_again = |(layer, _): &(usize, f64)| !matches!(stored.of(*layer), BlockStorage::Results);
+        let attention_again = attention_forward(config, row).enumerate().filter(attends_again);
+        let recomputed = PRODUCT * recomputed as f64 + attention_again.map(|(_, flops)| flops).sum::<f64>();
         TokenFlops {
             linear: of_blocks * linear + TRAINED * branches,
             head: products(loss_path == LossPath::Trained) * head,
@@ -157,15 +155,17 @@ fn unused(config: &ModelConfig, layer: usize) -> Vec<String> {
     unused.map(|module| module.name_in(layer)).collect()
 }
 
-/// Returns the number of weights that a backward multiplies by again: those of all blocks except
-/// the last. If nothing reads the output of a `down_proj`, recomputing needs of it only the inner
+/// Returns the number of weights that a backward multiplies by again: those of all blocks that it
+/// recomputes. If nothing reads the output of a `down_proj`, recomputing needs of it only the inner
 /// activations of its adapter.
-fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
-    let layers = config.num_layers().saturating_sub(1);
+fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc], stored: &StoredActivations) -> u64 {
+    let layers: BTreeSet<usize> =
+        (0..config.num_layers()).filter(|layer| stored.group(*layer).is_some()).collect();
     let has_dora: HashSet<&str> =
         descs.iter().filter_map(|desc| desc.name.strip_suffix(".lora_magnitude_vector")).collect();
     let is_read = |layer: usize, module: &BlockModule| {
         !module.part.is_last_of_mlp()
+            || !stored.ends_group(layer)
             || config.blocks[layer].residual.has_post_norms()
             || has_dora.contains(module.name_in(layer).as_str())
     };
@@ -175,11 +175,12 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
         let unread = modules.linears().filter(|module| !is_read(layer, module));
         unread.map(|module| format!("{}.lora_B.weight", module.name_in(layer))).collect::<Vec<_>>()
     };
-    let unread: HashSet<String> = (0..layers).flat_map(unread).collect();
+    let unread: HashSet<String> = layers.iter().copied().flat_map(unread).collect();
     let is_again = |desc: &ParamDesc| {
-        matches!(desc.segment, Segment::Block(layer) if layer < layers) && !unread.contains(&desc.name)
+        matches!(desc.segment, Segment::Block(layer) if layers.contains(&layer))
+            && !unread.contains(&desc.name)
     };
-    (0..layers).map(weights).sum::<usize>() as u64 + adapter_weights(config, descs, is_again)
+    layers.iter().copied().map(weights).sum::<usize>() as u64 + adapter_weights(config, descs, is_again)
 }
 
 /// Returns the operations of the forward of attention, or of the delta rule, for a token, by layer.

@@ -20,6 +20,8 @@ pub mod splits;
 mod step_time;
 pub mod text;
 
+use std::num::NonZeroUsize;
+
 use serde::Serialize;
 
 use crate::data::Dataset;
@@ -31,7 +33,7 @@ use crate::planning::{
     COMMUNICATOR, KeptGroup, MemoryParts, MemoryPlan, Method, NCCL, PlannedStep, Rows, StepInputs, WorldSize,
     parameter_counts, widest_micro_batch,
 };
-use crate::recipe::{Recipe, Recompute, Strategy};
+use crate::recipe::{AutoOr, Recipe, Recompute, Strategy};
 use advice::{Improvement, RecipeChange};
 use conventions::{RuleOfThumb, conventions};
 use hardware::Hardware;
@@ -76,18 +78,19 @@ pub struct MemoryTerm {
     pub formula: String,
 }
 
-/// The kept activations of a forward, and the share that backward recomputes.
+/// The memory and the time of a step under a value of `train.recompute`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecomputePolicy {
-    /// The value of `train.recompute`, or the recomputed part: projections of attention with
-    /// attention itself, or those into the MLP.
+    /// The value of `train.recompute`.
     pub policy: String,
-    /// Bytes kept on each rank.
+    /// Bytes of activations on each rank.
     pub bytes: u64,
-    /// The part of a block's projections that backward recomputes, 0 to 1.
+    /// Bytes of a step on each rank.
+    pub total: u64,
+    /// Recomputed operations over those of the model.
     pub again: f64,
-    /// True if the engine supports it.
-    pub runs: bool,
+    /// Seconds of a step, if the speed of the hardware is known.
+    pub secs: Option<f64>,
 }
 
 /// The result of a sizing.
@@ -193,7 +196,7 @@ impl SizingRequest<'_> {
             host_budget: self.host_budget(),
             fits: (budget.is_some() || self.host_budget().is_some()).then(|| self.has_room(&memory)),
             memory: terms(&memory, step.fit.recompute, &parts),
-            activations: self.activations(&parts)?,
+            activations: self.activations()?,
             conventions: conventions(parameters, kind, self.world.all as u64),
             bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
             cost: self.cost(time.as_ref(), run.as_ref(), (self.recipe, &step)),
@@ -280,49 +283,29 @@ impl SizingRequest<'_> {
         (!self.prices.is_empty()).then(|| self.prices.iter().map(of_price).sum())
     }
 
-    /// Returns the values of `train.recompute` and the policies between them.
-    fn activations(&self, parts: &MemoryParts) -> Result<Vec<RecomputePolicy>> {
-        let bytes_of = |policy: Recompute| {
-            let mut recipe = self.recipe.clone();
-            recipe.train.recompute = crate::recipe::AutoOr::Fixed(policy);
-            Ok::<u64, Error>(self.step(&recipe)?.fit.memory.activations)
-        };
-        let (none, block) = (bytes_of(Recompute::None)?, bytes_of(Recompute::Block)?);
-        let config = &self.inputs.base.config;
-        let (d, f) = (config.hidden_size, config.active_width());
-        let first = config.first_mlp_width();
-        let [input, output] = config.mean_token_mixer();
-        let products = d as f64 * (input + output + (first + f) as f64);
-        // The weights of `down_proj`, unless a norm reads its output.
-        let unread =
-            if config.blocks.iter().any(|block| block.residual.has_post_norms()) { 0 } else { d * f };
-        let policy = |policy, bytes, again, runs| RecomputePolicy { policy, bytes, again, runs };
-        // All blocks except the current one.
-        let others = |bytes: u64| bytes - bytes / config.num_layers().max(1) as u64;
-        let without = |names: &[&str]| {
-            let gone = parts.saved.iter().filter(|(what, _)| names.contains(what)).map(|(_, bytes)| *bytes);
-            none.saturating_sub(others(gone.sum()))
-        };
-        let attention = without(&TOKEN_MIXER_TENSORS);
-        Ok(vec![
-            policy(Recompute::None.to_string(), none, 0.0, true),
-            policy("attention".into(), attention, d as f64 * input / products, false),
-            policy("mlp".into(), without(&["gate and up", "up"]), (d * first) as f64 / products, false),
-            policy(Recompute::Block.to_string(), block, 1.0 - unread as f64 / products, true),
-        ])
+    /// Returns the values of `train.recompute`, with a number of blocks those at a half and at the
+    /// square root of all.
+    fn activations(&self) -> Result<Vec<RecomputePolicy>> {
+        let half = NonZeroUsize::new(self.inputs.base.config.num_layers() / 2).map(Recompute::First);
+        let ends = [Recompute::Block, Recompute::EverySqrt];
+        let values = [Recompute::None, Recompute::Selective].into_iter().chain(half).chain(ends);
+        values.map(|recompute| self.policy(recompute)).collect()
+    }
+
+    fn policy(&self, recompute: Recompute) -> Result<RecomputePolicy> {
+        let mut recipe = self.recipe.clone();
+        recipe.train.recompute = AutoOr::Fixed(recompute);
+        let step = self.step(&recipe)?;
+        let flops = self.flops(&recipe, &step, self.workload(&recipe).row);
+        Ok(RecomputePolicy {
+            policy: recompute.to_string(),
+            bytes: step.fit.memory.activations,
+            total: step.fit.memory.total(),
+            again: flops.recomputed / flops.model(),
+            secs: self.time(&recipe, &step).map(|time| time.total),
+        })
     }
 }
-
-/// The tensors that the backward of a token mixer reads.
-const TOKEN_MIXER_TENSORS: [&str; 7] = [
-    "q, k and v",
-    "attention's output",
-    "its log-sum-exps",
-    "gates of attention",
-    "inputs of Gated DeltaNet",
-    "output of Gated DeltaNet",
-    "states of Gated DeltaNet",
-];
 
 /// Returns the mean length of rows, cut to `longest`, and the mean length of the row of a token.
 pub fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
@@ -350,11 +333,18 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
     let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
     let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
     let carried = parts.carried.iter().map(saved);
+    let beside: String = carried.map(|part| format!("{part} + ")).collect();
+    let all = activations.join(" + ");
     let saved_tensors = match recompute {
-        Recompute::None => activations.into_iter().chain(carried).collect::<Vec<_>>().join(" + "),
-        Recompute::Block => {
-            let beside: String = carried.map(|part| format!("{part} + ")).collect();
-            format!("{beside}the blocks' inputs, and one block at a time of: {}", activations.join(" + "))
+        Recompute::None => format!("{beside}{all}"),
+        Recompute::Selective => format!("{beside}{all}, but the results of attention of one block at a time"),
+        Recompute::First(n) => format!("{beside}but for the first {n} blocks, of which the inputs: {all}"),
+        Recompute::Block => format!("{beside}the blocks' inputs, and one block at a time of: {all}"),
+        Recompute::Every(n) => {
+            format!("{beside}the input of each {n} blocks, and {n} blocks at a time of: {all}")
+        }
+        Recompute::EverySqrt => {
+            format!("{beside}the inputs of runs of blocks, and one run at a time of: {all}")
         }
     };
     let all = [

@@ -331,7 +331,7 @@ mod tests {
         let config = ModelConfig::from_json(text, "config.json")?;
         let flops = |loss_path| {
             let trained = TrainedWeights { branches: Some(0), recomputed: 0, loss_path };
-            TokenFlops::new(&config, trained, 8.0, Recompute::None)
+            TokenFlops::new(&config, trained, 8.0, &Recompute::None.stored(1, true))
         };
         let (frozen, capped, trained) = ("frozen", "soft-cap", "trained");
         let rates = figures(&[(frozen, 0.4), (capped, 0.2), (trained, 0.3)]).rates().unwrap();

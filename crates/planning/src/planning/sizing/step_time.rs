@@ -24,7 +24,7 @@ use crate::model::ModelConfig;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
 use crate::planning::router_aux_loss::objective_cost;
 use crate::planning::{PlannedStep, bf16_copy, parameter_counts};
-use crate::recipe::{AdapterKind, Offload, Recipe, Recompute, StateDtype};
+use crate::recipe::{AdapterKind, Offload, Recipe, StateDtype};
 
 /// Part of the computation that can overlap with communication.
 pub(super) const OVERLAP: f64 = 0.8;
@@ -136,12 +136,13 @@ impl SizingRequest<'_> {
     /// `step`.
     pub(super) fn flops(&self, recipe: &Recipe, step: &PlannedStep, row: f64) -> TokenFlops {
         let config = &self.inputs.base.config;
-        TokenFlops::new(config, TrainedWeights::of(config, &step.descs), row, step.fit.recompute)
+        let stored = step.stored(config);
+        TokenFlops::new(config, TrainedWeights::of(config, &step.descs, &stored), row, &stored)
             .with_objective(objective_cost(recipe, config))
     }
 
     /// Returns the passes of a micro-batch that dequantize: none beside a bf16 copy, else forward,
-    /// backward, and recomputing unless it shares the panels of backward
+    /// backward, and for recomputed blocks one more, unless it shares the panels of backward
     /// (`BlockWeights::with_panels`).
     pub(super) fn dequantizing_passes(&self, recipe: &Recipe, step: &PlannedStep) -> f64 {
         if bf16_copy::is_wanted(recipe) {
@@ -150,7 +151,10 @@ impl SizingRequest<'_> {
         let engine = self.inputs.engine;
         let is_dora = recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora);
         let shares_panels = !engine.traits.is_cpu && engine.dtype == DType::BF16 && !is_dora;
-        if step.fit.recompute == Recompute::Block && !shares_panels { 3.0 } else { 2.0 }
+        let stored = step.stored(&self.inputs.base.config);
+        let again = (0..stored.count()).filter(|layer| stored.group(*layer).is_some());
+        let again = again.filter(|layer| !shares_panels || !stored.ends_group(*layer)).count();
+        2.0 + again as f64 / stored.count().max(1) as f64
     }
 
     /// Estimates a step of `recipe` with the layout `step`; none without the speed of the hardware.
@@ -169,7 +173,7 @@ impl SizingRequest<'_> {
         let forward = products * flops.forward / flops.hardware() + in_forward;
         let shards = step.mesh.size(MeshAxis::Shard) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
-        let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
+        let brought = turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
         // The ranks of a processor copy with their compute threads.
         let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
         // The engine fetches values a block ahead.
@@ -208,7 +212,8 @@ pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turn
     }
     let [forward, backward] = BLOCK_KERNELS;
     let layers = config.num_layers() as f64;
-    let again = if step.fit.recompute == Recompute::Block { forward * (layers - 1.0) } else { 0.0 };
+    let stored = step.stored(config);
+    let again = forward * (0..stored.count()).filter(|layer| stored.group(*layer).is_some()).count() as f64;
     let updated = step.descs.iter().filter(|desc| desc.kind.trains()).count() as f64;
     LAUNCH * (turns * (layers * (forward + backward) + again) + updated)
 }

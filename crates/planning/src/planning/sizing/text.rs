@@ -78,16 +78,14 @@ impl Sizing {
         for MemoryTerm { cause, bytes, formula } in &self.memory {
             let _ = writeln!(text, "  {} {cause:<12} {:>9}  {formula}", letter(cause), gigabytes(*bytes));
         }
-        let (own, others): (Vec<_>, Vec<_>) = self.activations.iter().partition(|policy| policy.runs);
-        let policies = own.iter().map(|policy| format!("{} {}", policy.policy, gigabytes(policy.bytes)));
-        let _ =
-            writeln!(text, "  activations by `train.recompute`: {}", policies.collect::<Vec<_>>().join(", "));
-        let part = |policy: &&RecomputePolicy| {
-            let RecomputePolicy { policy, bytes, again, .. } = policy;
-            format!("{policy} {} ({:.0} % of a block's projections again)", gigabytes(*bytes), 100.0 * again)
-        };
-        let parts = others.iter().map(part).collect::<Vec<_>>().join(", ");
-        let _ = writeln!(text, "  selective recompute (not available here) would keep: {parts}");
+        let head = ["activations", "memory", "operations", "a step"].map(|name| format!(" {name:>11}"));
+        let _ = writeln!(text, "  {:<17}{}", "train.recompute", head.concat());
+        for RecomputePolicy { policy, bytes, total, again, secs } in &self.activations {
+            let more = format!("+{:.1} %", 100.0 * again);
+            let secs = secs.map_or_else(String::new, self::secs);
+            let cells = [gigabytes(*bytes), gigabytes(*total), more, secs].map(|cell| format!(" {cell:>11}"));
+            let _ = writeln!(text, "  {policy:<17}{}", cells.concat().trim_end());
+        }
     }
 
     fn write_conventions(&self, text: &mut String) {
