@@ -118,7 +118,6 @@ impl Plan {
         let named = (base.source.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         adapter_setup.iter().filter_map(AdapterSetup::warning).for_each(|text| resolver.warn(text));
-        check_reference(&recipe, adapter_setup.as_ref())?;
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let dataset_loader = base.dataset_loader(tokenizer, &recipe.data)?.for_objective(&recipe).at(now);
         let (train, held_out) = dataset_loader.load_run(&recipe.data, recipe.train.seed, resolver)?;
@@ -362,18 +361,20 @@ pub(crate) fn parameter_counts(descs: &[ParamDesc]) -> (u64, u64) {
 }
 
 /// Returns the adapter for the model `named`: from the folder `saved`, else as the recipe describes
-/// it. None if the recipe has no adapter.
+/// it. None if the recipe has no adapter. Checks that the objective can compute its reference.
 fn adapter_setup(
     recipe: &mut Recipe,
     saved: Option<&Path>,
     named: (&str, &ModelConfig),
     new_tokens: &[u32],
 ) -> Result<Option<AdapterSetup>> {
-    match (saved, &recipe.adapter) {
-        (Some(folder), _) => AdapterSetup::from_saved(recipe, folder, named, new_tokens).map(Some),
-        (None, Some(adapter)) => AdapterSetup::from_recipe(adapter, named, new_tokens).map(Some),
-        (None, None) => Ok(None),
-    }
+    let setup = match (saved, &recipe.adapter) {
+        (Some(folder), _) => Some(AdapterSetup::from_saved(recipe, folder, named, new_tokens)?),
+        (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, new_tokens)?),
+        (None, None) => None,
+    };
+    check_reference(recipe, setup.as_ref())?;
+    Ok(setup)
 }
 
 /// Writes the decisions into the recipe, except the strategy: it depends on the number of ranks,
