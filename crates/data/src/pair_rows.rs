@@ -19,6 +19,7 @@ const SIDES: [&str; 2] = ["chosen", "rejected"];
 const PROMPTS: [&str; 3] = ["prompt", "messages", "conversations"];
 
 /// A prompt with a chosen and a rejected answer, in this order.
+#[expect(clippy::large_enum_variant, reason = "a row is read and turned into another form at once")]
 pub(super) enum PairRow {
     Texts { prompt: String, answers: [String; 2] },
     Chats { prompt: Conversation, answers: [Conversation; 2], tools: Option<Value> },

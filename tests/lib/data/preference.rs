@@ -145,7 +145,7 @@ fn rows_of_every_form_become_pairs() {
     ];
     let model = "tiny-qwen2";
     for row in rows {
-        let data = load(model, &[row.clone()], &options(ObjectiveKind::Dpo)).unwrap();
+        let data = load(model, std::slice::from_ref(&row), &options(ObjectiveKind::Dpo)).unwrap();
         let actual = answers(&data, model);
         let texts: Vec<_> = actual.iter().map(|(role, _, answer)| (role.as_str(), answer.as_str())).collect();
         assert_eq!(texts, [("chosen", "yes<|im_end|>\n"), ("rejected", "no<|im_end|>\n")], "{row}");

@@ -104,11 +104,7 @@ impl Plan {
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), resolver)?;
         router_aux_loss(&recipe, &base.config)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
-        engine.bf16_copy = bf16_copy::is_wanted(&recipe);
-        engine.fp8 = fp8_base::weights(&recipe, &base.config);
-        engine.frozen = SharedFrozen::new(world.here);
-        engine.master = parallel::master_weights(&recipe, engine.dtype)?;
+        let mut engine = engine_options(&recipe, &base.config, device, world)?;
         // The tokenizer of the adapter that the run starts from replaces the model's.
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let adapter_source = source.map(|source| resolver.adapter(source)).transpose()?;
@@ -358,6 +354,21 @@ pub(crate) fn parameter_counts(descs: &[ParamDesc]) -> (u64, u64) {
         counted.map(|desc| desc.global_elements() as u64).sum()
     };
     (count(true), count(false))
+}
+
+/// Returns the engine's options that follow from the recipe and the model alone.
+fn engine_options(
+    recipe: &Recipe,
+    model: &ModelConfig,
+    device: Device,
+    world: WorldSize,
+) -> Result<EngineOptions> {
+    let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+    engine.bf16_copy = bf16_copy::is_wanted(recipe);
+    engine.fp8 = fp8_base::weights(recipe, model);
+    engine.frozen = SharedFrozen::new(world.here);
+    engine.master = parallel::master_weights(recipe, engine.dtype)?;
+    Ok(engine)
 }
 
 /// Returns the adapter for the model `named`: from the folder `saved`, else as the recipe describes
