@@ -160,7 +160,7 @@ impl AdapterSetup {
 
     /// Returns the reason for which the model without the adapter is not the model as training
     /// starts; `None` if it is.
-    pub fn reference_change(&self) -> Option<String> {
+    pub(crate) fn reference_change(&self) -> Option<String> {
         if let Some(module) = self.saved.iter().next() {
             return Some(format!("`{module}` is trained in place in the model"));
         }
