@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::*;
 use crate::column_view::{Addend, ColumnView, ColumnViewMut, Transpose};
+use crate::error::DeviceFault;
 use crate::gpu::{DeviceGraph, GraphCounts, Implementation, In, Out, driver_on, upload, with_host_driver};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_host_vec};
