@@ -207,12 +207,16 @@ impl GoldenRun {
                 if !is_other && !is_tie && !is_weightless && !is_split {
                     let actual = means.get(metric.as_str());
                     let actual = actual.unwrap_or_else(|| panic!("{what}: no {metric} in {means:?}"));
-                    assert!(near(*actual, wanted, 5e-5), "{what}: {metric} {actual} for {wanted}");
+                    assert!(near(*actual, wanted, METRIC_DISTANCE), "{what}: {metric} {actual} for {wanted}");
                 }
             }
         }
     }
 }
+
+/// The largest distance of a metric, relative above 1: rewards are sums of f32 over the tokens of
+/// answers, which TRL rounds in another order.
+const METRIC_DISTANCE: f64 = 2e-4;
 
 /// Metrics of TRL that finetune does not have: they need all logits, or are in other columns.
 const NOT_OURS: [&str; 4] = ["entropy", "num_tokens", "logits/chosen", "logits/rejected"];
