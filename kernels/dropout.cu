@@ -29,19 +29,15 @@ DEVICE inline void dropout(In<T> x, Out<T> y, int width, uint64_t stream, uint64
     Mask mask = mask_of(stream, first_token + blockIdx.x, p);
     In<T> from = x.offset(int64_t(blockIdx.x) * width);
     Out<T> to = y.offset(int64_t(blockIdx.x) * width);
-    bool whole = from.is_aligned(16) && to.is_aligned(16);
-    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
-        if (whole && c + V <= width) {
+    over_columns<THREADS, T>(
+        width, from.is_aligned(16) && to.is_aligned(16),
+        [&](int c) {
             float values[V];
             load_values<T, V>(values, from, c);
             UNROLL for (int i = 0; i < V; i++) values[i] *= mask.keep(uint64_t(c + i));
             store_values<T, V>(to, c, values);
-        } else {
-            for (int i = 0; i < V; i++)
-                if (c + i < width)
-                    to.store(c + i, nearest<T>(widen(from.load(c + i)) * mask.keep(uint64_t(c + i))));
-        }
-    }
+        },
+        [&](int c) { to.store(c, nearest<T>(widen(from.load(c)) * mask.keep(uint64_t(c)))); });
 }
 
 } // namespace

@@ -20,6 +20,7 @@ pub mod alerts;
 pub mod card;
 mod delivery;
 pub mod endpoint;
+mod figures;
 pub mod html;
 pub mod listener;
 pub mod log_command;
